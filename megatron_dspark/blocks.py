@@ -1,0 +1,160 @@
+"""Anchors, block layout, supervision and visibility: index arithmetic only, no modules.
+
+Shapes: B samples, S context length, A anchors a sample (padded with −1), γ block size. A *document* is a stretch of a
+row that belongs to one conversation; `documents` numbers them, with −1 on padding.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NO_ANCHOR = -1
+
+
+def keyed_generator(*key: object) -> torch.Generator:
+    """Return a CPU generator that depends on `key` alone: not on the rank, the world size or what was drawn before."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def eligible_anchors(loss_mask: Tensor, documents: Tensor | None = None) -> Tensor:
+    """Return which positions may be anchors: both a and a + 1 are supervised and lie in one document.
+
+    Args:
+        loss_mask: [S] bool.
+        documents: [S] document of each position; None for one document.
+
+    Returns:
+        [S] bool.
+    """
+    mask = loss_mask.bool()
+    eligible = torch.zeros_like(mask)
+    eligible[:-1] = mask[:-1] & mask[1:]
+    if documents is not None:
+        eligible[:-1] &= (documents[:-1] == documents[1:]) & (documents[:-1] >= 0)
+    return eligible
+
+
+def draw_anchors(
+    loss_mask: Tensor, num_anchors: int, *, seed: int, epoch: int, sample_id: str, documents: Tensor | None = None
+) -> Tensor:
+    """Draw up to `num_anchors` eligible anchors without replacement, from a generator keyed by the arguments.
+
+    Returns:
+        [≤ num_anchors] int64, increasing; empty when nothing is eligible.
+    """
+    candidates = eligible_anchors(loss_mask, documents).nonzero().flatten()
+    order = torch.randperm(len(candidates), generator=keyed_generator("anchors", seed, epoch, sample_id))
+    return candidates[order[:num_anchors]].sort().values
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Where every slot of every block stands and what it predicts.
+
+    Attributes:
+        anchors: [B, A] int64 anchor positions, 0 where there is none.
+        valid: [B, A] bool, False for padding anchors.
+        input_ids: [B, A, γ] the anchor's token, then masks.
+        positions: [B, A, γ] rotary positions: the anchor's own, then onwards.
+        labels: [B, A, γ] token at a + k + 1; a harmless in-vocabulary id where the slot is unsupervised.
+        previous_ids: [B, A, γ] token at a + k, which conditions the sequential head (teacher forcing).
+        label_rows: [B, A, γ] row a + k whose target output is the teacher's distribution for the slot.
+        supervised: [B, A, γ] bool: every label up to and including the slot's is supervised and inside the document.
+    """
+
+    anchors: Tensor
+    valid: Tensor
+    input_ids: Tensor
+    positions: Tensor
+    labels: Tensor
+    previous_ids: Tensor
+    label_rows: Tensor
+    supervised: Tensor
+
+
+def lay_out_blocks(
+    input_ids: Tensor,
+    loss_mask: Tensor,
+    anchors: Tensor,
+    *,
+    block_size: int,
+    mask_token_id: int,
+    positions: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> BlockLayout:
+    """Lay out the blocks of a micro-batch.
+
+    Args:
+        input_ids: [B, S] tokens; ids at unsupervised places may be anything, −1 included.
+        loss_mask: [B, S] bool.
+        anchors: [B, A] with `NO_ANCHOR` for padding.
+        block_size: γ.
+        mask_token_id: token of the undecided slots.
+        positions: [B, S] rotary position of each row; None for 0 … S − 1.
+        documents: [B, S] document of each row, −1 on padding; None for one document a row.
+    """
+    batch, length = input_ids.shape
+    valid = anchors >= 0
+    safe_anchors = anchors.clamp(min=0)
+    offsets = torch.arange(block_size, device=input_ids.device)
+    rows = safe_anchors[..., None] + offsets
+    label_index = rows + 1
+    inside = label_index < length
+    label_index = label_index.clamp(max=length - 1)
+    rows = rows.clamp(max=length - 1)
+
+    def at(values: Tensor, index: Tensor) -> Tensor:
+        return values.gather(1, index.reshape(batch, -1)).view(index.shape)
+
+    supervised = valid[..., None] & inside & at(loss_mask.bool(), label_index)
+    if documents is not None:
+        supervised &= at(documents, label_index) == at(documents, safe_anchors)[..., None]
+    supervised = supervised.long().cumprod(-1).bool()
+
+    labels = torch.where(supervised, at(input_ids, label_index), mask_token_id)
+    # The token before a supervised label is known; elsewhere any valid id serves, for nothing reads its result.
+    previous_ids = torch.where(supervised, at(input_ids, rows), mask_token_id)
+    block_ids = torch.full_like(labels, mask_token_id)
+    block_ids[..., 0] = torch.where(valid, at(input_ids, safe_anchors), mask_token_id)
+    anchor_positions = safe_anchors if positions is None else at(positions, safe_anchors)
+    return BlockLayout(
+        anchors=safe_anchors,
+        valid=valid,
+        input_ids=block_ids,
+        positions=anchor_positions[..., None] + offsets,
+        labels=labels,
+        previous_ids=previous_ids,
+        label_rows=rows,
+        supervised=supervised,
+    )
+
+
+def context_visibility(layout: BlockLayout, context_length: int, documents: Tensor | None = None) -> Tensor:
+    """Return which context rows each block sees: rows strictly before the anchor, in the anchor's document.
+
+    Returns:
+        [B, A, S] bool; all False for padding anchors.
+    """
+    rows = torch.arange(context_length, device=layout.anchors.device)
+    visible = (rows < layout.anchors[..., None]) & layout.valid[..., None]
+    if documents is not None:
+        own = documents.gather(1, layout.anchors)
+        visible &= documents[:, None, :context_length] == own[..., None]
+    return visible
+
+
+def attention_mask(layout: BlockLayout, context_length: int, documents: Tensor | None = None) -> Tensor:
+    """Return the dense mask over [context rows, block rows]: the context a block may see, and its whole self.
+
+    Returns:
+        [B, 1, A·γ, S + A·γ] bool, True where a query attends. It is what any other attention backend must equal.
+    """
+    batch, blocks, size = layout.input_ids.shape
+    context = context_visibility(layout, context_length, documents)
+    context = context[:, :, None].expand(-1, -1, size, -1).reshape(batch, blocks * size, context_length)
+    owner = torch.arange(blocks * size, device=context.device) // size
+    same_block = (owner[:, None] == owner[None, :]).expand(batch, -1, -1)
+    return torch.cat([context, same_block], dim=-1)[:, None]

@@ -1,0 +1,369 @@
+"""What a draft is: every setting, its meaning, and every refusal.
+
+`DSparkModelConfig` is Megatron-Bridge's `GPTModelConfig` for the draft: the embedded `transformer` config describes
+the draft's own layers, and the fields here describe the block, the taps, the heads and the objective.
+"""
+
+import copy
+import dataclasses
+import enum
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from megatron_dspark import platform
+from megatron_dspark.errors import DSparkError
+
+platform.prepare()
+
+from megatron.bridge.models.gpt.gpt_builder import GPTModelConfig  # noqa: E402
+from megatron.bridge.models.transformer_config import TransformerConfig  # noqa: E402
+from megatron.bridge.utils.activation_map import callable_to_str, str_to_callable, str_to_dtype  # noqa: E402
+from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix  # noqa: E402
+
+register_allowed_target_prefix("megatron_dspark.")
+
+MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
+LOSS_NORMALIZERS = ("tokens", "weights")
+
+
+def default_target_layer_ids(num_target_layers: int, count: int = 5) -> list[int]:
+    """Return `count` tap ids evenly spread inside [1, num_target_layers − 3].
+
+    Raises:
+        DSparkError: the target has too few layers for that many distinct taps.
+    """
+    first, last = 1, num_target_layers - 3
+    if last - first + 1 < count:
+        raise DSparkError(
+            f"a target of {num_target_layers} layers has {max(last - first + 1, 0)} layers inside "
+            f"[1, {last}], fewer than the {count} taps asked for; ask for fewer or name target_layer_ids"
+        )
+    if count == 1:
+        return [(first + last) // 2]
+    return [first + round(index * (last - first) / (count - 1)) for index in range(count)]
+
+
+@dataclass(kw_only=True)
+class DSparkModelConfig(GPTModelConfig):
+    """Configuration of a DSpark draft and of the frozen target that it is trained against.
+
+    `transformer` describes the draft's layers (`num_layers` is the draft's depth, `hidden_size` equals the target's).
+    `vocab_size` is the target's true vocabulary; `rotary_base` is the draft's RoPE base.
+    """
+
+    builder: ClassVar[str] = "megatron_dspark.builder.DSparkModelBuilder"
+
+    # ---- block and taps
+    block_size: int = 7
+    """γ: tokens proposed by one draft pass. The block's inputs are the anchor and γ − 1 masks."""
+    target_layer_ids: list[int] = field(default_factory=list)
+    """Tap ids, strictly increasing: i is the output of target decoder layer i, −1 the embedding output."""
+    num_target_layers: int = 0
+    """Depth of the target."""
+    mask_token_id: int = -1
+    """Token that stands in the block's undecided slots; one that the target's tokenizer never produces."""
+    num_anchors: int = 512
+    """A: anchors drawn for each sample and epoch."""
+    allow_unservable_taps: bool = False
+    """Permit taps −1 and num_target_layers − 1, which no serving engine can capture for dense targets."""
+
+    # ---- heads
+    markov_rank: int = 256
+    """r: width of the sequential head's latent."""
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    """Whether the confidence head reads the Markov embedding beside the hidden state."""
+    detach_confidence_features: bool = False
+    """Keep the confidence loss from training the backbone and W1."""
+
+    # ---- frozen replicas
+    train_embeddings: bool = False
+    train_lm_head: bool = False
+    """Unfreeze the draft's own LM head; the teacher then keeps the target's head beside it."""
+
+    # ---- objective
+    ce_loss_weight: float = 0.1
+    l1_loss_weight: float = 0.9
+    confidence_loss_weight: float = 1.0
+    loss_decay_gamma: float | None = 4.0
+    """Slot k weighs exp(−k / loss_decay_gamma); None weighs every slot 1."""
+    loss_normalizer: Literal["tokens", "weights"] = "tokens"
+    """Divide by supervised slots ("tokens") or, as DeepSpec and AutoModel do, by the sum of slot weights ("weights")."""
+    objective_chunk_bytes: int = 64 * 2**20
+    """Memory that the objective may hold for one chunk of vocabulary logits."""
+
+    # ---- target
+    target_path: str | None = None
+    """Hugging Face folder of the target that runs in the same job; None when features arrive with the batch."""
+
+    def __setattr__(self, name: str, value: Any, /) -> None:
+        # A misspelt setting that is stored and never read would train something else than was asked for.
+        if not name.startswith("_") and not hasattr(type(self), name) and name not in _field_names(type(self)):
+            transformer = self.__dict__.get("transformer")
+            if transformer is not None and not hasattr(transformer, name):
+                raise DSparkError(f"DSparkModelConfig has no setting {name!r}; see its fields and TransformerConfig's")
+        super().__setattr__(name, value)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Serialise to plain values: `from_dict` brings back an equal config, and JSON can hold it."""
+        result = super().as_dict()
+        result["transformer"] = {
+            name: _plain(value) for name, value in result["transformer"].items() if not _is_derived(name)
+        }
+        # Bridge leaves callables out; the draft would come back with another activation.
+        result["transformer"]["activation_func"] = callable_to_str(self.transformer.activation_func)
+        return result
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "DSparkModelConfig":
+        """Bring a config back from `as_dict`.
+
+        Raises:
+            DSparkError: the dictionary names a field that does not exist.
+        """
+        data = copy.deepcopy(data)
+        _refuse_unknown(set(data), _field_names(cls), cls.__name__)
+        transformer = data.get("transformer")
+        if not isinstance(transformer, dict):
+            raise DSparkError("a DSparkModelConfig dictionary needs a 'transformer' dictionary, and it is missing")
+        _refuse_unknown(set(transformer), _field_names(TransformerConfig), "TransformerConfig")
+        if isinstance(transformer.get("activation_func"), str):
+            transformer["activation_func"] = str_to_callable(transformer["activation_func"])
+        for name in _DTYPE_FIELDS:
+            if isinstance(transformer.get(name), str):
+                transformer[name] = str_to_dtype(transformer[name])
+        for name, default in vars(TransformerConfig()).items():
+            if isinstance(default, enum.Enum) and isinstance(transformer.get(name), str):
+                transformer[name] = type(default)[transformer[name]]
+        return super().from_dict(data)  # type: ignore[return-value]
+
+    def finalize(self) -> None:
+        """Check every setting, then compute Megatron-Core's derived fields.
+
+        Raises:
+            DSparkError: see `validate`.
+        """
+        self.validate()
+        super().finalize()
+
+    def validate(self, world_size: int | None = None) -> None:
+        """Refuse what cannot work, before any process group, model or file is made.
+
+        Args:
+            world_size: number of ranks of the job, when known.
+
+        Raises:
+            DSparkError: one sentence naming the setting, both values and the way out.
+        """
+        for rule in (_check_shape, _check_block_and_taps, _check_heads, _check_objective, _check_parallelism):
+            rule(self)
+        ranks = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        if world_size is not None and world_size % ranks:
+            raise DSparkError(
+                f"tensor × pipeline × context parallel sizes need a multiple of {ranks} ranks and the job has "
+                f"{world_size}; start torchrun with such a number"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.transformer.kv_channels or self.transformer.hidden_size // self.transformer.num_attention_heads
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Key/value heads of the draft."""
+        return self.transformer.num_query_groups or self.transformer.num_attention_heads
+
+    @property
+    def tap_width(self) -> int:
+        """Width of the concatenated taps: m · d."""
+        return len(self.target_layer_ids) * self.transformer.hidden_size
+
+    @property
+    def confidence_width(self) -> int:
+        """Inputs of the confidence head."""
+        return self.transformer.hidden_size + (self.markov_rank if self.confidence_head_with_markov else 0)
+
+
+def draft_transformer_config(**settings: Any) -> TransformerConfig:
+    """Return a TransformerConfig with what every dense draft has: RMSNorm, q/k norm, SwiGLU, no dropout, no biases.
+
+    Settings given by the caller win. Without CUDA, initialisation happens on the CPU and kernel fusions stay off.
+    """
+    defaults: dict[str, Any] = dict(
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        calculate_per_token_loss=True,
+        transformer_impl="local",
+    )
+    if not platform.has_cuda():
+        defaults.update(use_cpu_initialization=True, gradient_accumulation_fusion=False, apply_rope_fusion=False)
+    defaults.update(settings)
+    return TransformerConfig(**defaults)
+
+
+_DTYPE_FIELDS = ("params_dtype", "pipeline_dtype", "autocast_dtype")
+
+
+def _field_names(cls: type) -> set[str]:
+    return {item.name for item in dataclasses.fields(cls)}
+
+
+def _is_derived(name: str) -> bool:
+    return name.startswith("_") and name != "_target_"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _refuse_unknown(names: set[str], known: set[str], owner: str) -> None:
+    unknown = sorted(name for name in names - known if not name.startswith("_"))
+    if unknown:
+        raise DSparkError(f"{owner} has no setting {unknown[0]!r}; remove it or correct its spelling")
+
+
+def _check_shape(config: DSparkModelConfig) -> None:
+    transformer = config.transformer
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"):
+        value = getattr(transformer, name)
+        if not isinstance(value, int) or value < 1:
+            raise DSparkError(f"{name} of the draft must be a positive whole number, and it is {value!r}")
+    if not config.vocab_size or config.vocab_size < 1:
+        raise DSparkError(f"vocab_size must be the target's true vocabulary, and it is {config.vocab_size!r}")
+    if transformer.kv_channels is None and transformer.hidden_size % transformer.num_attention_heads:
+        raise DSparkError(
+            f"hidden_size {transformer.hidden_size} is not a multiple of num_attention_heads "
+            f"{transformer.num_attention_heads}; set kv_channels (the head width) explicitly"
+        )
+    if config.head_dim % 2:
+        raise DSparkError(f"the head width must be even for rotary positions, and kv_channels is {config.head_dim}")
+    if transformer.num_attention_heads % config.num_key_value_heads:
+        raise DSparkError(
+            f"num_attention_heads {transformer.num_attention_heads} is not a multiple of num_query_groups "
+            f"{config.num_key_value_heads}; choose key/value heads that divide it"
+        )
+    fixed = {"normalization": "RMSNorm", "qk_layernorm": True, "gated_linear_unit": True, "num_moe_experts": None}
+    for name, value in fixed.items():
+        if getattr(transformer, name) != value:
+            raise DSparkError(
+                f"the dense draft is exported as a Qwen3-style model, which needs {name}={value!r}, and it is "
+                f"{getattr(transformer, name)!r}; leave it at its default"
+            )
+    for name in ("hidden_dropout", "attention_dropout"):
+        if getattr(transformer, name):
+            raise DSparkError(
+                f"{name} is {getattr(transformer, name)} and the draft is trained without dropout; set it to 0"
+            )
+    if callable_to_str(transformer.activation_func) != "silu":
+        raise DSparkError(
+            f"the draft's gated MLP uses SiLU, and activation_func is {transformer.activation_func}; leave its default"
+        )
+
+
+def _check_block_and_taps(config: DSparkModelConfig) -> None:
+    if config.block_size < 1:
+        raise DSparkError(f"block_size must be at least 1, and it is {config.block_size}")
+    if config.num_anchors < 1:
+        raise DSparkError(f"num_anchors must be at least 1, and it is {config.num_anchors}")
+    if not 0 <= config.mask_token_id < config.vocab_size:
+        raise DSparkError(
+            f"mask_token_id {config.mask_token_id} is outside the vocabulary of {config.vocab_size} tokens; name a "
+            "token id that the target's tokenizer never produces"
+        )
+    taps, last = list(config.target_layer_ids), config.num_target_layers - 1
+    if not taps:
+        raise DSparkError("target_layer_ids is empty; name at least one target layer whose output the draft reads")
+    if config.num_target_layers < 1:
+        raise DSparkError(f"num_target_layers must be the target's depth, and it is {config.num_target_layers}")
+    if any(second <= first for first, second in zip(taps, taps[1:], strict=False)):
+        raise DSparkError(f"target_layer_ids must strictly increase, and they are {taps}; sort them, each once")
+    if taps[0] < -1 or taps[-1] > last:
+        raise DSparkError(
+            f"target_layer_ids {taps} leave the range −1 … {last} of a target with {config.num_target_layers} layers"
+        )
+    if not config.allow_unservable_taps and (taps[0] == -1 or taps[-1] == last):
+        raise DSparkError(
+            f"target_layer_ids {taps} name layer {-1 if taps[0] == -1 else last}, which no serving engine can capture; "
+            f"stay inside 0 … {last - 1}, or set allow_unservable_taps for an experiment"
+        )
+
+
+def _check_heads(config: DSparkModelConfig) -> None:
+    if config.markov_head_type not in MARKOV_HEAD_TYPES:
+        raise DSparkError(
+            f"markov_head_type is {config.markov_head_type!r} and must be one of {', '.join(MARKOV_HEAD_TYPES)}"
+        )
+    if config.markov_rank < 1:
+        raise DSparkError(
+            f"markov_rank is {config.markov_rank} while markov_head_type names a {config.markov_head_type} head; "
+            "give it a rank of at least 1 (engines refuse a draft without one)"
+        )
+
+
+def _check_objective(config: DSparkModelConfig) -> None:
+    if not config.transformer.calculate_per_token_loss:
+        raise DSparkError(
+            "calculate_per_token_loss is False, which would train a mean of micro-batch means instead of the mean over "
+            "all supervised slots; set it to True"
+        )
+    if config.loss_normalizer not in LOSS_NORMALIZERS:
+        raise DSparkError(
+            f"loss_normalizer is {config.loss_normalizer!r} and must be one of {', '.join(LOSS_NORMALIZERS)}"
+        )
+    if config.loss_decay_gamma is not None and config.loss_decay_gamma <= 0:
+        raise DSparkError(f"loss_decay_gamma must be positive or None, and it is {config.loss_decay_gamma}")
+    for name in ("ce_loss_weight", "l1_loss_weight", "confidence_loss_weight"):
+        if getattr(config, name) < 0:
+            raise DSparkError(f"{name} must not be negative, and it is {getattr(config, name)}")
+    if config.ce_loss_weight == 0 and config.l1_loss_weight == 0:
+        raise DSparkError("ce_loss_weight and l1_loss_weight are both 0, so nothing would train the draft's tokens")
+    if config.objective_chunk_bytes < 1:
+        raise DSparkError(f"objective_chunk_bytes must be positive, and it is {config.objective_chunk_bytes}")
+
+
+def _check_parallelism(config: DSparkModelConfig) -> None:
+    transformer, size = config.transformer, config.transformer.tensor_model_parallel_size
+    for name, value in (
+        ("num_attention_heads", transformer.num_attention_heads),
+        ("num_query_groups", config.num_key_value_heads),
+        ("ffn_hidden_size", transformer.ffn_hidden_size),
+        ("hidden_size", transformer.hidden_size),
+    ):
+        if value % size:
+            raise DSparkError(
+                f"tensor_model_parallel_size {size} does not divide the draft's {name} {value}; choose a size that does"
+            )
+    unsupported = {
+        "pipeline_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "sequence_parallel": False,
+        "virtual_pipeline_model_parallel_size": None,
+        "fp8": None,
+        "fp4": None,
+        "multi_latent_attention": False,
+    }
+    for name, value in unsupported.items():
+        if getattr(transformer, name) != value:
+            raise DSparkError(
+                f"{name}={getattr(transformer, name)!r} is not supported for the draft yet; set it to {value!r}"
+            )
+    if transformer.fp16 and transformer.bf16:
+        raise DSparkError("fp16 and bf16 are both set; choose one")
