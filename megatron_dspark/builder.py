@@ -1,0 +1,91 @@
+"""From a config to modules on this rank's process groups."""
+
+from typing import Any
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.vocab_utils import calculate_padded_vocab_size
+
+from megatron_dspark.config import DSparkModelConfig
+from megatron_dspark.errors import DSparkError
+from megatron_dspark.features.colocated import load_target
+from megatron_dspark.model.draft import DSparkDraft
+from megatron_dspark.model.model import DSparkModel
+from megatron_dspark.targets.folder import TargetConfig, copy_rows, read_frozen_tables, read_target_config
+
+from megatron.bridge.models.gpt.gpt_builder import GPTModelBuilder
+
+
+class DSparkModelBuilder(GPTModelBuilder):
+    """Builds `DSparkModel` from `DSparkModelConfig`, as Megatron-Bridge's own builders build theirs.
+
+    `build_distributed_models` (wrapping in DDP, mixed precision, hooks) is inherited from `GPTModelBuilder`.
+    """
+
+    _model_config: DSparkModelConfig
+
+    def build_model(
+        self,
+        pg_collection: ProcessGroupCollection,
+        pre_process: bool | None = None,
+        post_process: bool | None = None,
+        vp_stage: int | None = None,
+    ) -> DSparkModel:
+        """Build the draft and, when `target_path` is set, load the frozen target and the draft's replicas from it.
+
+        Args:
+            pg_collection: process groups of this rank.
+            pre_process: accepted for the interface; the draft needs no split by pipeline stage.
+            post_process: like `pre_process`.
+            vp_stage: virtual pipeline stage, None without.
+
+        Raises:
+            DSparkError: the config does not fit the target (see `check_against_target`) or itself.
+        """
+        config = self._model_config
+        config.finalize()
+        target = None
+        if config.target_path is not None:
+            target_config = read_target_config(config.target_path)
+            check_against_target(config, target_config)
+            target = load_target(config.target_path, config.target_layer_ids, config.transformer, pg_collection)
+        model = DSparkModel(config, padded_vocab_size(config), pg_collection, target, vp_stage)
+        if config.target_path is not None:
+            load_frozen_replicas(model.draft, target_config)
+        return model
+
+
+def padded_vocab_size(config: DSparkModelConfig) -> int:
+    """Return the vocabulary that is stored: a multiple of `make_vocab_size_divisible_by` · tensor-parallel size."""
+    return calculate_padded_vocab_size(
+        config.vocab_size,
+        config.make_vocab_size_divisible_by,
+        config.transformer.tensor_model_parallel_size,
+        logging_enabled=False,
+    )
+
+
+def check_against_target(config: DSparkModelConfig, target: TargetConfig) -> None:
+    """Refuse a draft config that does not belong to this target.
+
+    Raises:
+        DSparkError: hidden size, vocabulary or depth differ.
+    """
+    for name, ours, theirs in (
+        ("hidden_size", config.transformer.hidden_size, target.hidden_size),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("num_target_layers", config.num_target_layers, target.num_layers),
+    ):
+        if ours != theirs:
+            raise DSparkError(
+                f"the draft's {name} is {ours} and the target at {target.folder} has {theirs}; they must be equal"
+            )
+
+
+def load_frozen_replicas(draft: DSparkDraft, target: TargetConfig) -> None:
+    """Copy the target's embedding and LM head into the draft's own tables (this rank's rows)."""
+    tables, rank = read_frozen_tables(target), draft.pg_collection.tp.rank()
+    copies: dict[str, Any] = {"embed_tokens": draft.embed_tokens, "lm_head": draft.lm_head}
+    for name, module in copies.items():
+        copy_rows(module.weight, tables[name], rank)
+    if draft.dspark_config.train_lm_head:
+        copy_rows(draft.teacher_lm_head.weight, tables["lm_head"], rank)

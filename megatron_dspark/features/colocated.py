@@ -1,0 +1,141 @@
+"""Colocated capture: the frozen target runs in the training job, without its LM head."""
+
+import logging
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron_dspark import platform
+from megatron_dspark.errors import DSparkError
+from megatron_dspark.targets.folder import read_target_config
+
+
+@dataclass(frozen=True)
+class TargetFeatures:
+    """Features of a micro-batch.
+
+    Attributes:
+        taps: [S, B, m·d] outputs of the tapped layers, concatenated in tap order.
+        final_hidden: [S, B, d] last hidden state after the target's final norm.
+    """
+
+    taps: Tensor
+    final_hidden: Tensor
+
+
+class FrozenTarget(MegatronModule):
+    """A Megatron-Core GPTModel that only gives features: no gradient, no logits.
+
+    Tap i is the residual stream after decoder layer i, before any final norm; tap −1 is the embedding output.
+    """
+
+    def __init__(self, model: MegatronModule, target_layer_ids: list[int]) -> None:
+        super().__init__(model.config)
+        self.model = model.requires_grad_(False).eval()
+        self.target_layer_ids = list(target_layer_ids)
+        self._captured: dict[int, Tensor] = {}
+        for tap in self.target_layer_ids:
+            module = model.embedding if tap == -1 else model.decoder.layers[tap]
+            module.register_forward_hook(lambda _module, _inputs, output, tap=tap: self._keep(tap, output))
+
+    def _keep(self, tap: int, output: Any) -> None:
+        self._captured[tap] = output[0] if isinstance(output, tuple) else output
+
+    @torch.no_grad()
+    def capture(self, input_ids: Tensor, positions: Tensor | None = None) -> TargetFeatures:
+        """Run the target over `input_ids` [B, S] and return its features.
+
+        Args:
+            input_ids: [B, S]; padding stands at the end of a row, where causal attention keeps it from the rest.
+            positions: [B, S] or None for 0 … S − 1.
+        """
+        batch, length = input_ids.shape
+        if positions is None:
+            positions = torch.arange(length, device=input_ids.device).expand(batch, -1)
+        self._captured.clear()
+        final_hidden = self.model(
+            input_ids, positions, None, output_processor=lambda hidden_states, **_: hidden_states
+        )
+        taps = torch.cat([self._captured[tap] for tap in self.target_layer_ids], dim=-1)
+        self._captured.clear()
+        return TargetFeatures(taps=taps, final_hidden=final_hidden)
+
+
+def load_target(
+    folder: str | Path,
+    target_layer_ids: list[int],
+    transformer: TransformerConfig,
+    pg_collection: ProcessGroupCollection,
+) -> FrozenTarget:
+    """Load a Hugging Face Llama or Qwen3 dense folder into Megatron-Core through Megatron-Bridge.
+
+    Args:
+        folder: the target's folder.
+        target_layer_ids: taps to capture.
+        transformer: the draft's config: the target takes its precision, parallel sizes and implementation.
+        pg_collection: this rank's groups (Megatron-Core's parallel state must be initialised to the same sizes).
+
+    Raises:
+        DSparkError: the target cannot be split over the tensor-parallel ranks, or is of another architecture.
+    """
+    config = read_target_config(folder)
+    size = transformer.tensor_model_parallel_size
+    for name, value in (
+        ("num_attention_heads", config.num_attention_heads),
+        ("num_key_value_heads", config.num_key_value_heads),
+    ):
+        if value % size:
+            raise DSparkError(
+                f"the target at {folder} has {name} {value}, which tensor_model_parallel_size {size} does not divide; "
+                "choose a size that does, or train from features computed beforehand"
+            )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.bridge import AutoBridge
+        from megatron.bridge.models.gpt_provider import local_layer_spec
+
+        bridge = AutoBridge.from_hf_pretrained(str(folder))
+        provider = bridge.to_megatron_provider(load_weights=True)
+        provider.tensor_model_parallel_size = size
+        provider.sequence_parallel = False
+        provider.params_dtype = transformer.params_dtype
+        provider.bf16, provider.fp16 = transformer.bf16, transformer.fp16
+        if transformer.transformer_impl == "local":
+            _use_plain_modules(provider, local_layer_spec)
+        provider.finalize()
+        quiet = logging.getLogger("megatron.bridge")
+        level, _ = quiet.level, quiet.setLevel(logging.ERROR)
+        (model,) = provider.provide_distributed_model(
+            wrap_with_ddp=False,
+            use_cpu_initialization=not platform.has_cuda(),
+            mixed_precision_wrapper=None,
+            pg_collection=pg_collection,
+        )
+        quiet.setLevel(level)
+    if transformer.bf16 or transformer.fp16:
+        model = model.to(torch.bfloat16 if transformer.bf16 else torch.float16)
+    elif transformer.params_dtype == torch.float64:
+        model = model.double()
+    return FrozenTarget(model, target_layer_ids)
+
+
+def _use_plain_modules(provider: Any, layer_spec: Any) -> None:
+    """Build the target without Transformer Engine and without fused kernels."""
+    provider.transformer_layer_spec = layer_spec
+    provider.transformer_impl = "local"
+    for fusion in (
+        "gradient_accumulation_fusion",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "masked_softmax_fusion",
+        "persist_layer_norm",
+        "apply_rope_fusion",
+    ):
+        setattr(provider, fusion, False)

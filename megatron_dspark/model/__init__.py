@@ -1,0 +1,1 @@
+"""The draft, built from Megatron-Core's parallel parts."""

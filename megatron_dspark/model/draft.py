@@ -1,0 +1,207 @@
+"""The DSpark draft: taps to context, blocks through the backbone, heads, supervised rows."""
+
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from torch import Tensor
+
+from megatron_dspark.blocks import BlockLayout, attention_mask, lay_out_blocks
+from megatron_dspark.config import DSparkModelConfig
+from megatron_dspark.model.attention import DraftAttentionInputs, rotary_tables
+from megatron_dspark.model.backbone import draft_layer_spec, linear_backend
+from megatron_dspark.model.heads import MARKOV_HEADS, ConfidenceHead, VocabParallelTable
+from megatron_dspark.model.norm import DraftRMSNorm
+from megatron_dspark.objective.loss import SupervisedRows
+
+
+class DSparkDraft(MegatronModule):
+    """The trainable draft with its frozen replicas of the target's embedding and LM head.
+
+    Parameters are named as Megatron-Core names its own; `hf.mapping` relates them to the released checkpoints' names.
+    """
+
+    def __init__(
+        self, config: DSparkModelConfig, padded_vocab_size: int, pg_collection: ProcessGroupCollection
+    ) -> None:
+        transformer = config.transformer
+        super().__init__(transformer)
+        self.dspark_config = config
+        self.padded_vocab_size = padded_vocab_size
+        self.pg_collection = pg_collection
+
+        def table() -> VocabParallelTable:
+            return VocabParallelTable(padded_vocab_size, transformer.hidden_size, transformer, pg_collection)
+
+        self.embed_tokens = table()
+        self.embed_tokens.weight.requires_grad_(config.train_embeddings)
+        self.fc = build_module(
+            linear_backend(transformer).column_parallel_linear(),
+            config.tap_width,
+            transformer.hidden_size,
+            config=transformer,
+            init_method=transformer.init_method,
+            bias=False,
+            gather_output=True,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_group=pg_collection.tp,
+        )
+        self.hidden_norm = DraftRMSNorm(transformer, transformer.hidden_size, transformer.layernorm_epsilon)
+        self.layers = torch.nn.ModuleList(
+            build_module(
+                draft_layer_spec(transformer),
+                config=transformer,
+                layer_number=number,
+                pg_collection=pg_collection,
+                # The draft lives on one pipeline stage: its layers are numbered from 1 there.
+                add_layer_offset=False,
+            )
+            for number in range(1, transformer.num_layers + 1)
+        )
+        self.norm = DraftRMSNorm(transformer, transformer.hidden_size, transformer.layernorm_epsilon)
+        self.lm_head = table()
+        self.lm_head.weight.requires_grad_(config.train_lm_head)
+        if config.train_lm_head:
+            # A head that is trained drifts from the target's, and the teacher must not follow it.
+            self.teacher_lm_head = table()
+            self.teacher_lm_head.weight.requires_grad_(False)
+        self.markov_head = MARKOV_HEADS[config.markov_head_type](
+            transformer, padded_vocab_size, config.markov_rank, pg_collection
+        )
+        self.confidence_head = (
+            ConfidenceHead(transformer, config.confidence_width) if config.enable_confidence_head else None
+        )
+
+    @property
+    def teacher_head_weight(self) -> Tensor:
+        """This rank's rows of the target's LM head: [V/tp, d]."""
+        head = self.teacher_lm_head if self.dspark_config.train_lm_head else self.lm_head
+        return head.weight.detach()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        loss_mask: Tensor,
+        anchors: Tensor,
+        taps: Tensor,
+        final_hidden: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> SupervisedRows:
+        """Run every block of a micro-batch and return its supervised rows.
+
+        Args:
+            input_ids: [B, S].
+            loss_mask: [B, S] bool.
+            anchors: [B, A], −1 for padding.
+            taps: [S, B, m·d] outputs of the target layers, in tap order.
+            final_hidden: [S, B, d] the target's last hidden state after its final norm.
+            positions: [B, S] rotary positions; None for 0 … S − 1.
+            documents: [B, S] documents of packed rows, −1 on padding; None for one document a row.
+
+        Returns:
+            The R supervised slots, as `objective.loss.SupervisedRows`.
+        """
+        layout = lay_out_blocks(
+            input_ids,
+            loss_mask,
+            anchors,
+            block_size=self.dspark_config.block_size,
+            mask_token_id=self.dspark_config.mask_token_id,
+            positions=positions,
+            documents=documents,
+        )
+        hidden = self.block_hidden(layout, taps, positions, documents)
+        return self.supervised_rows(layout, hidden, final_hidden)
+
+    def context_features(self, taps: Tensor) -> Tensor:
+        """Return c = RMSNorm(W_fc · taps), [S, B, d], for `taps` [S, B, m·d]."""
+        fused, _ = self.fc(taps)
+        return self.hidden_norm(fused)
+
+    def block_hidden(
+        self, layout: BlockLayout, taps: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        """Return the post-norm hidden state of every slot, [B, A, γ, d]."""
+        batch, blocks, size = layout.input_ids.shape
+        # Rows at or after the last anchor are context of no block; leaving them out also keeps whatever stands in
+        # padding (even NaN) away from the keys.
+        length = max(int(layout.anchors.max()), 1)
+        row_positions = torch.arange(length, device=taps.device).expand(batch, -1)
+        if positions is not None:
+            row_positions = positions[:, :length]
+        needed = torch.arange(length, device=taps.device)[:, None] < layout.anchors.max(dim=1).values
+        context = self.context_features(torch.where(needed[..., None], taps[:length], 0))
+
+        embedded = self.embed_tokens(layout.input_ids.view(batch, blocks * size)).transpose(0, 1).contiguous()
+
+        def rotation(rows: Tensor) -> tuple[Tensor, Tensor]:
+            return rotary_tables(rows, self.config.kv_channels, self.dspark_config.rotary_base, embedded.dtype)
+
+        inputs = DraftAttentionInputs(
+            context=context,
+            mask=attention_mask(layout, length, documents),
+            block_rotation=rotation(layout.positions.view(batch, blocks * size)),
+            context_rotation=rotation(row_positions),
+        )
+        hidden = self._run_layers(embedded, inputs)
+        return self.norm(hidden).transpose(0, 1).unflatten(1, (blocks, size))
+
+    def _run_layers(self, hidden: Tensor, inputs: DraftAttentionInputs) -> Tensor:
+        for layer in self.layers:
+            if self.config.recompute_granularity == "full" and self.training:
+                hidden = tensor_parallel.checkpoint(_recomputed_layer, False, layer, inputs, hidden, inputs.context)
+            else:
+                hidden, _ = layer(hidden, attention_mask=inputs)
+        return hidden
+
+    def supervised_rows(self, layout: BlockLayout, hidden: Tensor, final_hidden: Tensor) -> SupervisedRows:
+        """Run the heads and keep the supervised slots only: others cost nothing in the objective.
+
+        Args:
+            layout: the micro-batch's blocks.
+            hidden: [B, A, γ, d] post-norm slots.
+            final_hidden: [S, B, d] the target's last hidden state.
+        """
+        batch, blocks, size = layout.supervised.shape
+        supervised = layout.supervised.view(batch * blocks, size)
+        hidden = hidden.reshape(batch * blocks, size, -1)
+        embedding = self.markov_head.embed(layout.previous_ids.view(batch * blocks, size))
+        latent = self.markov_head.latent(hidden, embedding)
+        block, slot = supervised.nonzero(as_tuple=True)
+        rows = block * size + slot
+
+        def pick(values: Tensor) -> Tensor:
+            return values.flatten(0, 1).index_select(0, rows)
+
+        sample = block // blocks
+        teacher_index = layout.label_rows.view(-1).index_select(0, rows) * batch + sample
+        hidden, embedding = pick(hidden), pick(embedding)
+        return SupervisedRows(
+            hidden=hidden,
+            latent=pick(latent),
+            confidence_logits=self._confidence(hidden, embedding),
+            teacher_hidden=final_hidden.detach().flatten(0, 1).index_select(0, teacher_index),
+            labels=layout.labels.view(-1).index_select(0, rows),
+            slot=slot,
+            block=block,
+            num_blocks=batch * blocks,
+            num_anchor_samples=batch,
+        )
+
+    def _confidence(self, hidden: Tensor, embedding: Tensor) -> Tensor | None:
+        if self.confidence_head is None:
+            return None
+        features = torch.cat([hidden, embedding], dim=-1) if self.dspark_config.confidence_head_with_markov else hidden
+        return self.confidence_head(features.detach() if self.dspark_config.detach_confidence_features else features)
+
+
+def _recomputed_layer(layer: Any, inputs: DraftAttentionInputs, hidden: Tensor, context: Tensor) -> Tensor:
+    # The context is an argument of its own so that recomputation finds its gradient.
+    inputs = DraftAttentionInputs(context, inputs.mask, inputs.block_rotation, inputs.context_rotation)
+    output, _ = layer(hidden, attention_mask=inputs)
+    return output

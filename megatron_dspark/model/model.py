@@ -1,0 +1,113 @@
+"""The module that a training job wraps: the frozen target beside the trainable draft, with the loss folded in."""
+
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron_dspark.config import DSparkModelConfig
+from megatron_dspark.features.colocated import FrozenTarget
+from megatron_dspark.model.draft import DSparkDraft
+from megatron_dspark.objective.loss import ObjectiveConfig, dspark_loss
+
+
+class DSparkModel(MegatronModule):
+    """A draft and, when features are captured in the same job, its frozen target.
+
+    Only the draft is in checkpoints: the target's weights never change and are loaded from its own folder.
+    """
+
+    # Megatron-Core's gradient finalisation and Megatron-Bridge's loop ask every language model for these.
+    pre_process = True
+    post_process = True
+    share_embeddings_and_output_weights = False
+
+    def __init__(
+        self,
+        config: DSparkModelConfig,
+        padded_vocab_size: int,
+        pg_collection: ProcessGroupCollection,
+        target: FrozenTarget | None = None,
+        vp_stage: int | None = None,
+    ) -> None:
+        super().__init__(config.transformer)
+        self.dspark_config = config
+        self.pg_collection = pg_collection
+        self.vp_stage = vp_stage
+        self.target = target
+        self.draft = DSparkDraft(config, padded_vocab_size, pg_collection)
+        self.objective_config = ObjectiveConfig(
+            ce_weight=config.ce_loss_weight,
+            l1_weight=config.l1_loss_weight,
+            confidence_weight=config.confidence_loss_weight,
+            loss_decay_gamma=config.loss_decay_gamma,
+            normalizer=config.loss_normalizer,
+            block_size=config.block_size,
+            vocab_size=config.vocab_size,
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        loss_mask: Tensor,
+        anchors: Tensor,
+        taps: Tensor | None = None,
+        final_hidden: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Capture features if they did not come with the batch, run the draft, return Megatron-Core's loss triple.
+
+        Args:
+            input_ids: [B, S].
+            loss_mask: [B, S] bool.
+            anchors: [B, A], −1 for padding.
+            taps: [S, B, m·d] when features come with the batch.
+            final_hidden: [S, B, d] when features come with the batch.
+            positions: [B, S] or None, see `DSparkDraft.forward`.
+            documents: [B, S] or None, see `DSparkDraft.forward`.
+
+        Returns:
+            (unnormalised numerator, num_tokens, report of [numerator, denominator] pairs).
+        """
+        if taps is None:
+            features = self.target.capture(input_ids, positions)
+            taps, final_hidden = features.taps, features.final_hidden
+        rows = self.draft(input_ids, loss_mask, anchors, taps, final_hidden, positions, documents)
+        return dspark_loss(
+            rows,
+            lm_head=self.draft.lm_head.weight,
+            teacher_head=self.draft.teacher_head_weight,
+            markov_w2=self.draft.markov_head.markov_w2.weight,
+            config=self.objective_config,
+            tp_group=self.pg_collection.tp,
+            chunk_bytes=self.dspark_config.objective_chunk_bytes,
+        )
+
+    def train(self, mode: bool = True) -> "DSparkModel":
+        """Switch the draft between training and evaluation; the target always evaluates."""
+        super().train(mode)
+        if self.target is not None:
+            self.target.eval()
+        return self
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Take the previous pipeline stage's output: there is none, the schedules call it all the same."""
+        tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+        if isinstance(tensor, torch.Tensor):
+            raise RuntimeError("the draft runs on a single pipeline stage and was handed another stage's output")
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Return the draft's sharded state alone."""
+        return self.draft.sharded_state_dict(f"{prefix}draft.", sharded_offsets, metadata)
+
+    def state_dict(self, *args: Any, prefix: str = "", **keywords: Any) -> dict:
+        """Return the draft's state alone, so that plain and sharded states name the same tensors."""
+        return self.draft.state_dict(*args, prefix=f"{prefix}draft.", **keywords)
+
+    def load_state_dict(self, state_dict: dict, strict: bool = True, assign: bool = False) -> Any:
+        """Load the draft's state; the target is not part of it."""
+        own = {name.removeprefix("draft."): value for name, value in state_dict.items()}
+        return self.draft.load_state_dict(own, strict=strict, assign=assign)

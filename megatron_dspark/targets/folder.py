@@ -1,0 +1,129 @@
+"""A target's Hugging Face folder: what it is, whether it will do, and its embedding and LM-head rows."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from megatron_dspark.errors import DSparkError
+from megatron_dspark.files import read_json
+
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """The shape of a dense target, read from its config.json (kept whole in `raw`)."""
+
+    folder: Path
+    architecture: str
+    hidden_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    raw: dict[str, Any]
+
+    def fingerprint(self) -> str:
+        """SHA-256 over the config and every weight file's name and size: enough to notice another target."""
+        digest = hashlib.sha256(repr(sorted(self.raw.items(), key=lambda item: item[0])).encode())
+        for file in sorted(self.folder.glob("*.safetensors")):
+            digest.update(f"{file.name}:{file.stat().st_size}".encode())
+        return digest.hexdigest()
+
+
+def read_target_config(folder: str | Path) -> TargetConfig:
+    """Read and check a target's folder.
+
+    Raises:
+        DSparkError: the folder or its config is missing, its architecture is not a Llama or Qwen3 dense model, or it
+            holds no safetensors.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DSparkError(f"the target folder {folder} does not exist; name a Hugging Face folder on this machine")
+    raw = read_json(folder / "config.json", "the target's config")
+    architecture = (raw.get("architectures") or ["(none)"])[0]
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        raise DSparkError(
+            f"the target at {folder} is a {architecture}; targets can be {' or '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    if not list(folder.glob("*.safetensors")):
+        raise DSparkError(f"the target folder {folder} holds no *.safetensors file; save its weights as safetensors")
+    try:
+        heads = raw["num_attention_heads"]
+        return TargetConfig(
+            folder=folder,
+            architecture=architecture,
+            hidden_size=raw["hidden_size"],
+            num_layers=raw["num_hidden_layers"],
+            num_attention_heads=heads,
+            num_key_value_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+            intermediate_size=raw["intermediate_size"],
+            vocab_size=raw["vocab_size"],
+            rms_norm_eps=raw["rms_norm_eps"],
+            rope_theta=_rope_theta(raw),
+            max_position_embeddings=raw["max_position_embeddings"],
+            tie_word_embeddings=raw.get("tie_word_embeddings", False),
+            raw=raw,
+        )
+    except KeyError as error:
+        raise DSparkError(f"the target's config at {folder / 'config.json'} has no {error.args[0]!r}") from None
+
+
+def _rope_theta(raw: dict[str, Any]) -> float:
+    theta = (raw.get("rope_parameters") or {}).get("rope_theta", raw.get("rope_theta"))
+    if theta is None:
+        raise KeyError("rope_theta")
+    return float(theta)
+
+
+def read_frozen_tables(config: TargetConfig) -> dict[str, Tensor]:
+    """Return the target's embedding and LM head, [V, d] each; a tied target gives its embedding twice.
+
+    Raises:
+        DSparkError: a tensor is missing or has another shape than the config says.
+    """
+    files = {
+        name: file for file in sorted(config.folder.glob("*.safetensors")) for name in _tensor_names(file)
+    }
+    tables = {}
+    for ours, theirs in (("embed_tokens", EMBEDDING), ("lm_head", LM_HEAD)):
+        name = EMBEDDING if config.tie_word_embeddings else theirs
+        if name not in files:
+            raise DSparkError(f"the target at {config.folder} has no tensor {name!r}, which the draft copies")
+        with safe_open(files[name], framework="pt") as tensors:
+            table = tensors.get_tensor(name)
+        expected = (config.vocab_size, config.hidden_size)
+        if tuple(table.shape) != expected:
+            raise DSparkError(
+                f"{name} of the target at {config.folder} has shape {tuple(table.shape)} and its config says {expected}"
+            )
+        tables[ours] = table
+    return tables
+
+
+def _tensor_names(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as tensors:
+        return list(tensors.keys())
+
+
+def copy_rows(destination: Tensor, table: Tensor, rank: int) -> None:
+    """Copy this rank's vocabulary rows of `table` [V, d] into `destination` [V_padded/tp, d]; padding rows become 0."""
+    start = rank * destination.shape[0]
+    rows = table[start : start + destination.shape[0]]
+    with torch.no_grad():
+        destination.zero_()
+        destination[: rows.shape[0]].copy_(rows)
