@@ -1,0 +1,1 @@
+"""Training jobs: settings, the forward step, checkpoints, reports, the run itself."""

@@ -1,0 +1,248 @@
+"""Everything a training run is asked for, in one tree that recipes fill and the command line overrides."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_dspark.config import DSparkModelConfig, default_target_layer_ids, draft_transformer_config
+from megatron_dspark.errors import DSparkError
+from megatron_dspark.targets.folder import TargetConfig
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(kw_only=True)
+class DraftSettings:
+    """The draft. Sizes that are None are taken from the target."""
+
+    num_layers: int = 5
+    block_size: int = 7
+    target_layer_ids: list[int] | None = None
+    """Taps; None spreads five of them evenly inside [1, target layers − 3]."""
+    mask_token_id: int | None = None
+    """A token that the target's tokenizer never produces; required."""
+    markov_rank: int = 256
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    detach_confidence_features: bool = False
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    train_embeddings: bool = False
+    train_lm_head: bool = False
+    allow_unservable_taps: bool = False
+    initializer_std: float = 0.02
+
+
+@dataclass(kw_only=True)
+class ObjectiveSettings:
+    """Weights of SPEC section 3 (paper Eqs. 8 to 10)."""
+
+    ce_weight: float = 0.1
+    l1_weight: float = 0.9
+    confidence_weight: float = 1.0
+    loss_decay_gamma: float | None = 4.0
+    normalizer: str = "tokens"
+    chunk_bytes: int = 64 * 2**20
+
+
+@dataclass(kw_only=True)
+class OptimizerSettings:
+    """AdamW and its schedule."""
+
+    learning_rate: float = 6e-4
+    min_learning_rate: float = 0.0
+    warmup_share: float = 0.04
+    """Share of all steps over which the learning rate rises, at least one step when above 0."""
+    decay_style: str = "cosine"
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+    distributed: bool = False
+    """Shard optimizer state over data-parallel ranks (Megatron-Core's distributed optimizer)."""
+
+
+@dataclass(kw_only=True)
+class ParallelSettings:
+    """How the job is laid out; data parallelism takes the ranks that are left."""
+
+    tensor: int = 1
+
+
+@dataclass(kw_only=True)
+class TrainSettings:
+    """One training run."""
+
+    target: str = ""
+    """Hugging Face folder of the target."""
+    data: str = ""
+    """JSONL of conversations to train on."""
+    validation: str | None = None
+    """JSONL of held-out conversations; None trains without validation."""
+    output: str = ""
+    """Folder of the run: checkpoints, metrics, TensorBoard."""
+
+    steps: int = 1000
+    global_batch_size: int = 32
+    micro_batch_size: int = 4
+    max_length: int = 2048
+    """Longest sample in tokens; longer ones are cut."""
+    num_anchors: int = 512
+    seed: int = 1234
+    precision: str = "fp32"
+    transformer_impl: str = "local"
+    recompute: bool = False
+    """Recompute the draft's layers in the backward instead of keeping their activations."""
+
+    log_interval: int = 10
+    validation_interval: int = 100
+    validation_samples: int = 64
+    save_interval: int = 500
+    tensorboard: bool = True
+
+    draft: DraftSettings = field(default_factory=DraftSettings)
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return dataclasses.asdict(self)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of rising learning rate: the configured share of this run, whatever its length."""
+        if self.optimizer.warmup_share == 0:
+            return 0
+        return min(max(1, round(self.steps * self.optimizer.warmup_share)), max(self.steps - 1, 0))
+
+    def validate(self) -> None:
+        """Refuse what can be refused without reading any file.
+
+        Raises:
+            DSparkError: one sentence.
+        """
+        for name in ("target", "data", "output"):
+            if not getattr(self, name):
+                raise DSparkError(f"{name} is not set; give it in the recipe or with --{name}")
+        for name in (
+            "steps",
+            "global_batch_size",
+            "micro_batch_size",
+            "num_anchors",
+            "log_interval",
+            "validation_interval",
+            "save_interval",
+        ):
+            if getattr(self, name) < 1:
+                raise DSparkError(f"{name} must be at least 1, and it is {getattr(self, name)}")
+        if self.max_length < 2:
+            raise DSparkError(f"max_length must be at least 2 tokens, and it is {self.max_length}")
+        if self.precision not in PRECISIONS:
+            raise DSparkError(f"precision is {self.precision!r} and must be one of {', '.join(PRECISIONS)}")
+        if self.transformer_impl not in ("local", "transformer_engine"):
+            raise DSparkError(
+                f"transformer_impl is {self.transformer_impl!r} and must be 'local' or 'transformer_engine'"
+            )
+        optimizer = self.optimizer
+        if not 0 <= optimizer.warmup_share < 1:
+            raise DSparkError(f"optimizer.warmup_share must be in [0, 1), and it is {optimizer.warmup_share}")
+        if not 0 <= optimizer.min_learning_rate <= optimizer.learning_rate:
+            raise DSparkError(
+                f"optimizer.min_learning_rate {optimizer.min_learning_rate} must lie between 0 and learning_rate "
+                f"{optimizer.learning_rate}"
+            )
+        if optimizer.decay_style not in ("cosine", "linear", "constant"):
+            raise DSparkError(f"optimizer.decay_style is {optimizer.decay_style!r}; use cosine, linear or constant")
+
+    def model_config(self, target: TargetConfig) -> DSparkModelConfig:
+        """Return the model config of this run against `target`, validated.
+
+        Raises:
+            DSparkError: see `DSparkModelConfig.validate`.
+        """
+        draft, objective = self.draft, self.objective
+        if draft.mask_token_id is None:
+            raise DSparkError(
+                "draft.mask_token_id is not set; name a token id that the target's tokenizer never produces "
+                f"(below {target.vocab_size})"
+            )
+        dtype = PRECISIONS[self.precision]
+        config = DSparkModelConfig(
+            transformer=draft_transformer_config(
+                num_layers=draft.num_layers,
+                hidden_size=target.hidden_size,
+                num_attention_heads=draft.num_attention_heads or target.num_attention_heads,
+                num_query_groups=draft.num_key_value_heads or target.num_key_value_heads,
+                kv_channels=draft.head_dim or target.head_dim,
+                ffn_hidden_size=draft.intermediate_size or target.intermediate_size,
+                layernorm_epsilon=target.rms_norm_eps,
+                init_method_std=draft.initializer_std,
+                params_dtype=dtype,
+                bf16=self.precision == "bf16",
+                fp16=self.precision == "fp16",
+                transformer_impl=self.transformer_impl,
+                tensor_model_parallel_size=self.parallel.tensor,
+                recompute_granularity="full" if self.recompute else None,
+                recompute_method="uniform" if self.recompute else None,
+                recompute_num_layers=1 if self.recompute else None,
+            ),
+            vocab_size=target.vocab_size,
+            rotary_base=target.rope_theta,
+            seq_length=self.max_length,
+            block_size=draft.block_size,
+            target_layer_ids=list(draft.target_layer_ids or default_target_layer_ids(target.num_layers)),
+            num_target_layers=target.num_layers,
+            mask_token_id=draft.mask_token_id,
+            num_anchors=self.num_anchors,
+            allow_unservable_taps=draft.allow_unservable_taps,
+            markov_rank=draft.markov_rank,
+            markov_head_type=draft.markov_head_type,
+            enable_confidence_head=draft.enable_confidence_head,
+            confidence_head_with_markov=draft.confidence_head_with_markov,
+            detach_confidence_features=draft.detach_confidence_features,
+            train_embeddings=draft.train_embeddings,
+            train_lm_head=draft.train_lm_head,
+            ce_loss_weight=objective.ce_weight,
+            l1_loss_weight=objective.l1_weight,
+            confidence_loss_weight=objective.confidence_weight,
+            loss_decay_gamma=objective.loss_decay_gamma,
+            loss_normalizer=objective.normalizer,
+            objective_chunk_bytes=objective.chunk_bytes,
+            target_path=str(target.folder),
+        )
+        config.validate()
+        return config
+
+
+def override(settings: TrainSettings, assignments: list[str]) -> TrainSettings:
+    """Return `settings` with `name.of.setting=value` assignments applied.
+
+    Raises:
+        DSparkError: an assignment names no setting or has a value of another type.
+    """
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(settings), OmegaConf.from_dotlist(assignments))
+        return OmegaConf.to_object(merged)  # type: ignore[return-value]
+    except (OmegaConfBaseException, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise DSparkError(f"the overrides {assignments} do not fit the training settings: {reason}") from None
+
+
+def settings_from_dict(values: dict[str, Any]) -> TrainSettings:
+    """Bring settings back from `TrainSettings.as_dict`."""
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainSettings), values))  # type: ignore[return-value]
+
+
+def run_folder(settings: TrainSettings) -> Path:
+    """Return the run's folder."""
+    return Path(settings.output)

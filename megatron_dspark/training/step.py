@@ -1,0 +1,40 @@
+"""The forward step of a training job."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from megatron_dspark.data.sampler import MicroBatch
+from megatron_dspark.platform import device
+
+
+def forward_step_dspark(
+    data_iterator: Iterator[MicroBatch], model: Any, return_schedule_plan: bool = False
+) -> tuple[Tensor, partial]:
+    """Run one micro-batch; the function that Megatron-Core's schedules and Megatron-Bridge's `pretrain` call.
+
+    Args:
+        data_iterator: yields micro-batches.
+        model: `DSparkModel`, possibly wrapped in DDP and mixed precision.
+        return_schedule_plan: Megatron-Core's overlapped mixture-of-experts schedule; the draft has none.
+
+    Returns:
+        The loss numerator (scalar, unnormalised) and a loss function that turns it into Megatron-Core's triple
+        (numerator, num_tokens, report of [numerator, denominator] pairs).
+    """
+    if return_schedule_plan:
+        raise ValueError("return_schedule_plan is for mixture-of-experts overlap, which the draft has no use for")
+    batch = next(data_iterator)
+    where = device()
+    numerator, num_tokens, report = model(
+        input_ids=batch.input_ids.to(where), loss_mask=batch.loss_mask.to(where), anchors=batch.anchors.to(where)
+    )
+    return numerator, partial(_loss_triple, num_tokens, report)
+
+
+def _loss_triple(
+    num_tokens: Tensor, report: dict[str, Tensor], numerator: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    return numerator, num_tokens, report
