@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.hf.layouts import dtype_names
 from megatron_dspark.hf.rules import ARCHITECTURE, MODEL_TYPE, config_problems, rope_base
+
+if TYPE_CHECKING:
+    from megatron_dspark.config import DSparkModelConfig
 
 # What the draft takes over from the target as it stands. Everything else is written from the draft's own
 # settings, so that a field that only means something for the target cannot slip through.
@@ -126,6 +129,50 @@ def draft_hf_config(target_hf_config: Mapping[str, Any], settings: DraftExportSe
     return config
 
 
+def settings_from_model(model_config: "DSparkModelConfig", dtype: str = "bfloat16") -> DraftExportSettings:
+    """The draft that a model configuration describes, for export in `dtype`.
+
+    Raises:
+        DSparkError: a setting changes the draft's mathematics in a way that the exported config cannot say.
+    """
+    transformer = model_config.transformer
+    unsayable = {
+        "rotary_percent": (model_config.rotary_percent, 1.0),
+        "rope_scaling": (model_config.rope_scaling, False),
+        "seq_len_interpolation_factor": (model_config.seq_len_interpolation_factor, None),
+        "rotary_interleaved": (transformer.rotary_interleaved, False),
+        "layernorm_zero_centered_gamma": (transformer.layernorm_zero_centered_gamma, False),
+    }
+    for name, (value, plain) in unsayable.items():
+        if value != plain:
+            raise DSparkError(
+                f"the draft was configured with {name} = {value!r}, which the exported config cannot say; "
+                f"train it with {name} = {plain!r}"
+            )
+    return DraftExportSettings(
+        hidden_size=transformer.hidden_size,
+        intermediate_size=transformer.ffn_hidden_size,
+        vocab_size=model_config.vocab_size,
+        num_draft_layers=transformer.num_layers,
+        num_attention_heads=transformer.num_attention_heads,
+        num_key_value_heads=model_config.num_key_value_heads,
+        head_dim=model_config.head_dim,
+        rms_norm_eps=transformer.layernorm_epsilon,
+        rope_theta=model_config.rotary_base,
+        num_target_layers=model_config.num_target_layers,
+        target_layer_ids=tuple(model_config.target_layer_ids),
+        block_size=model_config.block_size,
+        mask_token_id=model_config.mask_token_id,
+        markov_rank=model_config.markov_rank,
+        markov_head_type=model_config.markov_head_type,
+        enable_confidence_head=model_config.enable_confidence_head,
+        confidence_head_with_markov=model_config.confidence_head_with_markov,
+        attention_bias=transformer.add_qkv_bias,
+        num_anchors=model_config.num_anchors,
+        dtype=dtype,
+    )
+
+
 def settings_from_config(config: Mapping[str, Any]) -> DraftExportSettings:
     """The draft that a config.json describes: the inverse of `draft_hf_config` for everything of the draft's own.
 
@@ -141,7 +188,27 @@ def settings_from_config(config: Mapping[str, Any]) -> DraftExportSettings:
     own["rope_theta"] = float(rope_base(config))
     own["rope_scaling"] = None
     own["dtype"] = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    own.setdefault("num_anchors", 512)
     return DraftExportSettings(**own)
+
+
+def refuse_another_draft(own: DraftExportSettings, other: DraftExportSettings) -> None:
+    """Refuse weights that fit by shape but were trained to mean something else.
+
+    The block size, the number of anchors and the dtype may differ: they change how a draft is trained on, not what its
+    weights mean.
+
+    Raises:
+        DSparkError: the first setting on which `own` (the module) and `other` (the folder) differ.
+    """
+    free = ("block_size", "num_anchors", "dtype", "bos_token_id", "eos_token_id", "max_position_embeddings")
+    for field in fields(DraftExportSettings):
+        ours, theirs = getattr(own, field.name), getattr(other, field.name)
+        if field.name not in free and ours != theirs:
+            raise DSparkError(
+                f"the folder's draft has {field.name} = {theirs!r} and the draft being loaded has {ours!r}; configure "
+                "the draft like the folder's"
+            )
 
 
 def _own_or_target(own: Any, target: Mapping[str, Any], key: str) -> Any:

@@ -140,7 +140,10 @@ def lint_folder(folder: str | Path) -> LintReport:
 def engine_constraints() -> Mapping[str, Mapping[str, Any]]:
     """What each serving engine accepts of a dense draft, by engine and release."""
     text = resources.files("megatron_dspark.hf").joinpath("engine_compat.json").read_text(encoding="utf-8")
-    return json.loads(text)["dense"]
+    engines = json.loads(text)["dense"]
+    # The table does not say which heads llama.cpp's converter knows; it has a graph for the vanilla one only.
+    engines["llamacpp"].setdefault("markov_head_types", ["vanilla"])
+    return engines
 
 
 def engine_table(verdicts: tuple[EngineVerdict, ...]) -> Table:
@@ -165,7 +168,8 @@ def _verdict(
     reasons += _tensor_reasons(constraints, config, tensors)
     launch = constraints.get("launch")
     if launch is not None:
-        launch = launch.replace("block_size", str(config.get("block_size"))).replace("DRAFT", "DRAFT_FOLDER")
+        launch = launch.replace("block_size", str(config.get("block_size"))).replace(":DRAFT", ':"DRAFT"')
+        launch = re.sub(r"{.*}", r"'\g<0>'", launch)  # JSON on a shell's command line
     return EngineVerdict(engine, not reasons, tuple(dict.fromkeys(reasons)), bool(constraints["run"]), launch)
 
 
