@@ -1,0 +1,172 @@
+"""From logits to tokens: the request's sampling rule, and the acceptance rule that leaves it unchanged.
+
+Everything random is a function of an explicit stream of uniform numbers, so a decode can be replayed number by number
+and a test can enumerate it. Speculative sampling is Leviathan et al. (arXiv:2211.17192) and Chen et al.
+(arXiv:2302.01318), as SPEC section 8 and the DSpark paper (arXiv:2607.05147) use it.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_dspark.errors import DSparkError
+
+# Nearly every nucleus fits; a wider one is sorted in full. The answer is the same either way.
+_NUCLEUS_GUESS = 256
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """A request's sampling rule, applied in this order: temperature, top-k, top-p.
+
+    Attributes:
+        temperature: divides the logits; 0 means greedy (arg-max), and then top-k and top-p have no effect.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: keep the smallest set of likeliest tokens whose probability reaches this; 1 keeps all.
+
+    Tokens that tie with the last one kept are kept too, so the rule does not depend on the order of equal logits.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise DSparkError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
+        if self.top_k < 0:
+            raise DSparkError(f"top_k is {self.top_k}; it must be 0 (keep every token) or the number of tokens to keep")
+        if not 0 < self.top_p <= 1:
+            raise DSparkError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (keep every token)")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+class UniformStream:
+    """The random numbers of one request: the next `n` uniforms in [0, 1), in FP64.
+
+    The numbers depend on (seed, request id) alone, so what a request gives does not depend on its neighbours, on
+    their number or on their order.
+    """
+
+    def __init__(self, seed: int, request_id: str) -> None:
+        digest = hashlib.sha256(f"{seed}\n{request_id}".encode()).digest()
+        self._generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+
+    def take(self, count: int) -> list[float]:
+        """The next `count` numbers."""
+        return torch.rand(count, dtype=torch.float64, generator=self._generator).tolist()
+
+
+def distribution(logits: torch.Tensor, settings: SamplingSettings) -> torch.Tensor:
+    """What a sampled request draws from.
+
+    Args:
+        logits: [..., vocab_size], any floating dtype.
+        settings: the request's rule; not greedy.
+
+    Returns:
+        FP64 probabilities [..., vocab_size]: the acceptance rule compares p with q, and FP64 keeps the error of
+        their difference far below anything a draw can resolve.
+    """
+    scaled = logits.double() / settings.temperature
+    if 0 < settings.top_k < scaled.shape[-1]:
+        threshold = scaled.topk(settings.top_k, dim=-1).values[..., -1:]
+        scaled = scaled.masked_fill(scaled < threshold, -math.inf)
+    probabilities = torch.softmax(scaled, dim=-1)
+    if settings.top_p < 1:
+        threshold = _nucleus_threshold(probabilities, settings.top_p)
+        probabilities = probabilities.masked_fill(probabilities < threshold, 0.0)
+        probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+    return probabilities
+
+
+def _nucleus_threshold(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The smallest probability inside the nucleus, [..., 1]."""
+    ordered = probabilities.topk(min(_NUCLEUS_GUESS, probabilities.shape[-1]), dim=-1).values
+    if bool((ordered.sum(-1) < top_p).any()):
+        ordered = probabilities.sort(dim=-1, descending=True).values
+    mass_before = ordered.cumsum(-1) - ordered
+    last = (mass_before < top_p).sum(-1, keepdim=True) - 1
+    return ordered.gather(-1, last)
+
+
+def draw(probabilities: torch.Tensor, uniform: float) -> int:
+    """Inverse-CDF sampling: the first token whose cumulative probability exceeds `uniform`.
+
+    Args:
+        probabilities: [vocab_size], non-negative; need not sum to exactly 1 (the uniform is scaled by the sum).
+        uniform: in [0, 1).
+
+    Raises:
+        DSparkError: the probabilities are not numbers or sum to 0 (the model produced NaN or infinite logits).
+    """
+    cumulative = probabilities.cumsum(0)
+    total = float(cumulative[-1])
+    if not (math.isfinite(total) and total > 0):
+        raise DSparkError(f"a model gave probabilities that sum to {total}; its logits contain NaN or infinity")
+    token = int(torch.searchsorted(cumulative, uniform * total, right=True))
+    if token == len(cumulative):  # uniform * total rounded up to the total: the last token that can be drawn
+        token = int(probabilities.nonzero()[-1])
+    return token
+
+
+def residual(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
+    """What replaces a rejected proposal: max(p - q, 0), not normalised (`draw` scales).
+
+    Args:
+        target: p, [vocab_size].
+        draft: q, [vocab_size].
+
+    A rejection needs some q(x) > p(x), so p must exceed q elsewhere and the mass is positive; it can only be 0 when p
+    and q are equal up to rounding, and then p itself is the right distribution.
+    """
+    difference = (target - draft).clamp_min(0.0)
+    return difference if float(difference.sum()) > 0 else target
+
+
+def verify_greedy(target_choices: Sequence[int], proposals: Sequence[int]) -> tuple[int, int]:
+    """The longest prefix of proposals that the target would have chosen itself, then the target's own token.
+
+    Args:
+        target_choices: arg-max of the target after the anchor and after each proposal, `len(proposals) + 1` tokens.
+        proposals: the draft's tokens.
+
+    Returns:
+        (number of accepted proposals, the correction or bonus token). A match after the first mismatch never counts.
+    """
+    accepted = 0
+    while accepted < len(proposals) and proposals[accepted] == target_choices[accepted]:
+        accepted += 1
+    return accepted, target_choices[accepted]
+
+
+def verify_sampled(
+    target: torch.Tensor, draft: torch.Tensor, proposals: Sequence[int], uniforms: Sequence[float]
+) -> tuple[int, int]:
+    """Accept or replace sampled proposals so that the output is distributed as the target's own.
+
+    Args:
+        target: p after the anchor and after each proposal, [width + 1, vocab_size].
+        draft: q that each proposal was drawn from, [width, vocab_size].
+        proposals: `width` tokens, proposal k drawn from q_k.
+        uniforms: `width + 1` numbers: one acceptance test a proposal (all are consumed, whatever is accepted, so that
+            the stream's use does not depend on the outcome), then one for the residual or bonus token.
+
+    Returns:
+        (number of accepted proposals, the residual's or the bonus token).
+    """
+    width = len(proposals)
+    index = torch.tensor(proposals, device=target.device)[:, None]
+    target_mass = target[:width].gather(1, index)[:, 0].tolist()
+    draft_mass = draft.gather(1, index)[:, 0].tolist()
+    for slot in range(width):
+        # u < p/q without the division; p = 0 is never accepted, p >= q always.
+        if not uniforms[slot] * draft_mass[slot] < target_mass[slot]:
+            return slot, draw(residual(target[slot], draft[slot]), uniforms[width])
+    return width, draw(target[width], uniforms[width])
