@@ -1,0 +1,1 @@
+"""From prompts and conversations to token ids with a loss mask."""
