@@ -1,0 +1,348 @@
+"""Conversations: JSON lines in, token ids and a loss mask out.
+
+The mask is on for exactly the tokens that the target itself emits: the assistant's content and the token that closes
+its turn; not the header that the generation prompt supplies, not the newline after the closing token. What counts as
+the header is read from the chat template itself: the ids of a sample up to a reply are the ids that a serving engine
+feeds the target when it asks for that reply.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+
+from megatron_dspark.errors import DSparkError
+from megatron_dspark.files import read_json
+
+ROLES = ("system", "user", "assistant")
+FINISH_REASONS = ("stop", "length")
+SUPERVISE = ("all", "last")
+
+_GENERATION_TAG = re.compile(r"{%-?\s*generation\s*-?%}")
+_PROBE = "zzyzx"
+
+
+class Record(dict[str, Any]):
+    """One conversation: `id`, `messages` and the optional keys of the format (docs/formats.md).
+
+    A plain dict that also knows `where` it was read, so that a later error can name file and line.
+    """
+
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class ChatSample:
+    """One conversation as the model sees it.
+
+    Attributes:
+        sample_id: the record's id; the keys of every random draw about this sample.
+        input_ids: [S] int64.
+        loss_mask: [S] bool, True where the target emitted the token.
+    """
+
+    sample_id: str
+    input_ids: Tensor
+    loss_mask: Tensor
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """The tokenizer of a target's folder, with its chat template.
+
+    Raises:
+        DSparkError: no such folder, no tokenizer in it that transformers can load, or no chat template.
+    """
+    from transformers import AutoTokenizer
+
+    if not Path(folder).is_dir():
+        raise DSparkError(f"the target folder {folder} does not exist; name a Hugging Face folder on this machine")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        encodes = bool(tokenizer("a", add_special_tokens=False)["input_ids"])
+    except Exception as error:  # transformers raises many kinds, for many reasons; each means the same to the user
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DSparkError(
+            f"{folder} holds no tokenizer that transformers can load ({reason:.200}); "
+            "copy the target's tokenizer files into it"
+        ) from None
+    if not encodes:
+        raise DSparkError(f"{folder} holds no tokenizer (an empty one was loaded); copy the target's tokenizer into it")
+    if not tokenizer.chat_template:
+        raise DSparkError(
+            f"the tokenizer in {folder} has no chat template; add the target's chat_template.jinja to the folder"
+        )
+    return tokenizer
+
+
+def read_messages(path: str | Path) -> list[Record]:
+    """Read a JSON-lines file of conversations or prompts, one object a line; blank lines are skipped.
+
+    A line without an `id` gets one from its messages' digest, so that it does not depend on the line's place.
+
+    Raises:
+        DSparkError: the file is missing or empty, a line is not what the format says, or an id occurs twice.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        raise DSparkError(f"the conversations were expected at {path}, and there is no such file") from None
+    except OSError as error:
+        raise DSparkError(f"the conversations at {path} cannot be read ({error.strerror})") from None
+    records: list[Record] = []
+    seen: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path} line {number}"
+        try:
+            value = json.loads(line)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise DSparkError(f"{where} is not valid JSON ({error}); write one object on each line") from None
+        record = check_record(value, where)
+        if record["id"] in seen:
+            raise DSparkError(
+                f"{path} has the id {record['id']!r} on line {seen[record['id']]} and again on line {number}; "
+                "make the ids unique"
+            )
+        seen[record["id"]] = number
+        records.append(record)
+    if not records:
+        raise DSparkError(f"{path} holds no conversation; write one JSON object on each line")
+    return records
+
+
+def check_record(value: Any, where: str) -> Record:
+    """`value` as a `Record`; raises DSparkError, beginning with `where`, when it is not in the messages format."""
+    if not isinstance(value, dict):
+        raise DSparkError(f"{where} holds a {type(value).__name__}, expected an object with `messages`")
+    messages = value.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise DSparkError(f"{where} has no list of `messages`; give at least one user message")
+    for index, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            found = message.get("role") if isinstance(message, dict) else message
+            raise DSparkError(f"{where}, message {index}: role {found!r} is not one of {', '.join(ROLES)}")
+        if not isinstance(message.get("content"), str):
+            raise DSparkError(f"{where}, message {index}: content is {message.get('content')!r}, expected a string")
+    if next((message["role"] for message in messages if message["role"] != "system"), None) != "user":
+        raise DSparkError(f"{where} does not begin with a user message (after an optional system message)")
+    for key, allowed in (("finish_reason", FINISH_REASONS), ("supervise", SUPERVISE)):
+        if value.get(key, allowed[0]) not in allowed:
+            raise DSparkError(f"{where}: {key} is {value[key]!r}, expected one of {', '.join(allowed)}")
+    for key, kind in (("id", str), ("domain", str), ("template_options", dict)):
+        if key in value and (not isinstance(value[key], kind) or (key == "id" and not value[key])):
+            raise DSparkError(f"{where}: {key} is {value[key]!r}, expected a {kind.__name__}")
+    record = Record(value)
+    if "id" not in record:
+        text = json.dumps(messages, sort_keys=True, ensure_ascii=False)
+        record = Record({"id": hashlib.sha256(text.encode()).hexdigest()[:16], **value})
+    record.where = where
+    return record
+
+
+def encode_prompt(tokenizer: Any, record: dict[str, Any]) -> list[int]:
+    """Ids that the target is fed to answer a record whose last message is the user's (generation prompt included).
+
+    Raises:
+        DSparkError: the last message is the assistant's, or the chat template refuses the conversation.
+    """
+    if record["messages"][-1]["role"] == "assistant":
+        raise DSparkError(f"{_where(record)} ends with an assistant message; a prompt ends with the user's")
+    return _tokenise(tokenizer, _render(tokenizer, record, record["messages"], prompt=True))
+
+
+def encode_messages(tokenizer: Any, record: dict[str, Any], max_length: int) -> ChatSample:
+    """Apply the chat template and mark the tokens that the target emitted.
+
+    Args:
+        tokenizer: the target's, with a chat template, with or without `{% generation %}` tags.
+        record: a conversation in the messages format with at least one assistant message. Optional keys:
+            `finish_reason` "length" says that the last reply was cut off, so its closing token was not emitted;
+            `supervise` "last" masks every reply but the last; `template_options` go to the chat template.
+        max_length: longer conversations are cut at the end, in tokens.
+
+    Raises:
+        DSparkError: names the record's file and line: the template refuses the conversation or rewrites earlier
+            turns, or the mask is all zeros (also when the cut leaves no reply) or all ones.
+    """
+    if max_length < 2:
+        raise DSparkError(f"max_length is {max_length}; a sample needs at least 2 tokens")
+    where, messages = _where(record), record["messages"]
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
+        raise DSparkError(f"{where} has no assistant message, so nothing to learn from; give complete conversations")
+    if record.get("supervise") == "last":
+        turns = turns[-1:]
+    if _GENERATION_TAG.search(tokenizer.get_chat_template()):
+        ids, spans = _spans_by_tags(tokenizer, record, turns)
+    else:
+        ids, spans = _spans_by_prefix(tokenizer, record, turns)
+    closing = end_of_turn_token(tokenizer, record)
+    loss_mask = torch.zeros(len(ids), dtype=torch.bool)
+    for turn, (start, stop) in zip(turns, spans, strict=True):
+        closings = [position for position in range(start, stop) if ids[position] == closing]
+        if len(closings) != 1:
+            raise DSparkError(
+                f"{where}, message {turn + 1}: the reply holds the end-of-turn token "
+                f"{tokenizer.convert_ids_to_tokens(closing)!r} {len(closings)} times, expected once, at its end; "
+                "take it out of the content"
+            )
+        emitted = closings[0] if turn == turns[-1] and record.get("finish_reason") == "length" else closings[0] + 1
+        loss_mask[start:emitted] = True
+    sample = ChatSample(record["id"], torch.tensor(ids[:max_length], dtype=torch.int64), loss_mask[:max_length])
+    _validate(sample, len(ids), where)
+    return sample
+
+
+def load_samples(path: str | Path, target_folder: str | Path, max_length: int) -> list[ChatSample]:
+    """Read and encode every conversation of a file with the tokenizer of `target_folder`.
+
+    Raises:
+        DSparkError: as `load_tokenizer`, `read_messages` and `encode_messages`; or a token id lies outside the
+            target's vocabulary.
+    """
+    tokenizer = load_tokenizer(target_folder)
+    samples = [encode_messages(tokenizer, record, max_length) for record in read_messages(path)]
+    vocabulary = read_json(Path(target_folder) / "config.json", "the target's config").get("vocab_size")
+    largest = max(int(sample.input_ids.max()) for sample in samples)
+    if vocabulary is not None and largest >= vocabulary:
+        raise DSparkError(
+            f"the tokenizer in {target_folder} gives token id {largest} and the model's vocab_size is {vocabulary}; "
+            "use the tokenizer that belongs to the target"
+        )
+    return samples
+
+
+def end_of_turn_token(tokenizer: Any, record: dict[str, Any] | None = None) -> int:
+    """Id of the special token with which the chat template closes an assistant's turn.
+
+    Args:
+        tokenizer: the target's.
+        record: a record whose `template_options` apply.
+
+    Raises:
+        DSparkError: the template closes the turn with ordinary text or not at all.
+    """
+    probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
+    text = _render(tokenizer, record or {}, probe, prompt=False)
+    special = set(tokenizer.all_special_ids)
+    special |= {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    for index in _tokenise(tokenizer, text.rpartition(_PROBE)[2]):
+        if index in special:
+            return index
+    raise DSparkError(
+        "the target's chat template does not close the assistant's turn with a special token, so the end of a reply "
+        "cannot be learned; add the end-of-turn token to the template"
+    )
+
+
+def _spans_by_prefix(
+    tokenizer: Any, record: dict[str, Any], turns: list[int]
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids and, per reply, [first token after its generation prompt, end of its turn)."""
+    messages = record["messages"]
+    whole = _render(tokenizer, record, messages, prompt=False)
+    edges = []
+    for turn in turns:
+        before = _render(tokenizer, record, messages[:turn], prompt=True)
+        through = _render(tokenizer, record, messages[: turn + 1], prompt=False)
+        if not (whole.startswith(before) and whole.startswith(through) and len(through) >= len(before)):
+            raise DSparkError(
+                f"{_where(record)}, message {turn + 1}: the chat template writes this reply differently once the "
+                'conversation goes on, so its tokens are not those that the target emitted; add "supervise": "last" '
+                "to the record and give one record per reply"
+            )
+        edges += [len(before), len(through)]
+    ids, cuts = _tokenise_at(tokenizer, whole, edges, _where(record))
+    return ids, list(zip(cuts[::2], cuts[1::2], strict=True))
+
+
+def _spans_by_tags(tokenizer: Any, record: dict[str, Any], turns: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """The same from the template's own `{% generation %}` tags, which also hold where earlier turns are rewritten."""
+    messages = record["messages"]
+    encoded = tokenizer.apply_chat_template(
+        messages,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        **record.get("template_options", {}),
+    )
+    ids, marks = encoded["input_ids"], [0, *encoded["assistant_masks"], 0]
+    starts = [index for index in range(len(ids)) if marks[index + 1] and not marks[index]]
+    replies = sum(message["role"] == "assistant" for message in messages)
+    if len(starts) != replies:
+        raise DSparkError(
+            f"{_where(record)}: the chat template's generation tags mark {len(starts)} replies and the conversation "
+            f"has {replies}; correct the template"
+        )
+    # A tag may end before the closing token or after the newline that follows it: the reply reaches to the next one,
+    # and the closing token inside is found by its id.
+    spans = list(zip(starts, [*starts[1:], len(ids)], strict=True))[-len(turns) :]
+    # Where the generation prompt can be rendered, tokens that it supplies are not emitted, whatever the tag says.
+    given = _tokenise(tokenizer, _render(tokenizer, record, messages[: turns[-1]], prompt=True))
+    if ids[: len(given)] == given:
+        spans[-1] = (max(spans[-1][0], len(given)), spans[-1][1])
+    return ids, spans
+
+
+def _tokenise_at(tokenizer: Any, text: str, edges: Iterable[int], where: str) -> tuple[list[int], list[int]]:
+    """Ids of `text`, with a token boundary at every edge (increasing character positions), and those boundaries."""
+    edges = list(edges)
+    ids = _tokenise(tokenizer, text)
+    cuts = []
+    for edge in edges:
+        before = _tokenise(tokenizer, text[:edge])
+        if ids[: len(before)] != before:
+            break
+        cuts.append(len(before))
+    else:
+        return ids, cuts
+    # A token would straddle an edge (say, a header's newline and a reply that begins with one). The target was fed
+    # the header's own tokens, so the pieces are tokenised one by one, if this tokenizer's pieces join to the text.
+    pieces, cuts, start = [], [], 0
+    for edge in [*edges, len(text)]:
+        pieces += _tokenise(tokenizer, text[start:edge])
+        cuts.append(len(pieces))
+        start = edge
+    if tokenizer.decode(pieces) != tokenizer.decode(ids):
+        raise DSparkError(
+            f"{where}: the tokenizer joins the start of a reply with the text before it; begin the reply with a letter"
+        )
+    return pieces, cuts[:-1]
+
+
+def _render(tokenizer: Any, record: dict[str, Any], messages: list[dict[str, str]], *, prompt: bool) -> str:
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=prompt, **record.get("template_options", {})
+        )
+    except TemplateError as error:
+        raise DSparkError(f"{_where(record)}: the target's chat template refuses it ({error})") from None
+
+
+def _tokenise(tokenizer: Any, text: str) -> list[int]:
+    # The template has written every special token that it wants.
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _validate(sample: ChatSample, whole_length: int, where: str) -> None:
+    length = len(sample.input_ids)
+    if not sample.loss_mask.any():
+        cut = f"max_length {length} cuts it before its first reply" if whole_length > length else "its reply is empty"
+        raise DSparkError(f"{where}: no token is left to learn from, because {cut}; raise max_length or drop the line")
+    if sample.loss_mask.all():
+        raise DSparkError(
+            f"{where}: all {length} tokens count as the assistant's, so there is no prompt; check the chat template"
+        )
+
+
+def _where(record: dict[str, Any]) -> str:
+    return getattr(record, "where", "") or f"record {record.get('id', '(no id)')!r}"
