@@ -52,11 +52,16 @@ class DraftDimensions:
                 raise DSparkError(
                     f"the draft's config has no top-level key {key!r}, without which its tensors are unknown; add it"
                 )
-            value = len(config[key]) if key == "target_layer_ids" else config[key]
+            value = config[key]
+            if key == "target_layer_ids":
+                value = len(value) if isinstance(value, list | tuple) else 0
             # bool is a kind of int in Python, so the two have to be told apart by hand.
             if type(value) is not field.type or (field.type is int and value < 1):
                 wanted = {int: "a positive integer", bool: "true or false", str: "a word"}[field.type]
-                raise DSparkError(f"the draft's config says {key} = {value!r}, where {wanted} is needed; correct it")
+                wanted = "a list of layer numbers" if key == "target_layer_ids" else wanted
+                raise DSparkError(
+                    f"the draft's config says {key} = {config[key]!r}, where {wanted} is needed; correct it"
+                )
             values[field.name] = value
         if values["markov_head_type"] not in MARKOV_HEAD_TYPES:
             raise DSparkError(

@@ -141,7 +141,7 @@ def engine_constraints() -> Mapping[str, Mapping[str, Any]]:
     """What each serving engine accepts of a dense draft, by engine and release."""
     text = resources.files("megatron_dspark.hf").joinpath("engine_compat.json").read_text(encoding="utf-8")
     engines = json.loads(text)["dense"]
-    # The table does not say which heads llama.cpp's converter knows; it has a graph for the vanilla one only.
+    # The table is silent here; llama.cpp is one of the engines that know the vanilla head only.
     engines["llamacpp"].setdefault("markov_head_types", ["vanilla"])
     return engines
 

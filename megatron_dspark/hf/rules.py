@@ -134,7 +134,7 @@ def _identity(config: Mapping[str, Any]) -> Iterator[Problem]:
             "predicts the token after the anchor; convert the draft or set it to true",
         )
     for key in ("dtype", "torch_dtype"):
-        if key in config and config[key] not in DTYPES:
+        if key in config and config[key] not in list(DTYPES):
             yield Problem("dtype", f"config.json says {key} = {config[key]!r}; choose {' or '.join(DTYPES)}")
 
 
