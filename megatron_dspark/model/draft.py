@@ -1,5 +1,6 @@
 """The DSpark draft: taps to context, blocks through the backbone, heads, supervised rows."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -154,7 +155,9 @@ class DSparkDraft(MegatronModule):
     def _run_layers(self, hidden: Tensor, inputs: DraftAttentionInputs) -> Tensor:
         for layer in self.layers:
             if self.config.recompute_granularity == "full" and self.training:
-                hidden = tensor_parallel.checkpoint(_recomputed_layer, False, layer, inputs, hidden, inputs.context)
+                hidden = tensor_parallel.checkpoint(
+                    partial(_recomputed_layer, layer, inputs), False, hidden, inputs.context
+                )
             else:
                 hidden, _ = layer(hidden, attention_mask=inputs)
         return hidden
@@ -174,6 +177,8 @@ class DSparkDraft(MegatronModule):
         latent = self.markov_head.latent(hidden, embedding)
         block, slot = supervised.nonzero(as_tuple=True)
         rows = block * size + slot
+        # Padding anchors are no blocks: metrics count the real ones alone.
+        number = layout.valid.view(-1).long().cumsum(0) - 1
 
         def pick(values: Tensor) -> Tensor:
             return values.flatten(0, 1).index_select(0, rows)
@@ -188,8 +193,8 @@ class DSparkDraft(MegatronModule):
             teacher_hidden=final_hidden.detach().flatten(0, 1).index_select(0, teacher_index),
             labels=layout.labels.view(-1).index_select(0, rows),
             slot=slot,
-            block=block,
-            num_blocks=batch * blocks,
+            block=number.index_select(0, block),
+            num_blocks=int(number[-1]) + 1,
             num_anchor_samples=batch,
         )
 

@@ -25,6 +25,7 @@ from megatron_dspark.config import DSparkModelConfig
 from megatron_dspark.data.chat import ChatSample, load_samples
 from megatron_dspark.data.sampler import MicroBatch, Sampler, validation_batches
 from megatron_dspark.errors import DSparkError
+from megatron_dspark.objective.loss import FractionalDivisor
 from megatron_dspark.objective.metrics import reduce_report
 from megatron_dspark.targets.folder import TargetConfig, read_target_config
 from megatron_dspark.training.checkpoint import Checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
@@ -249,7 +250,10 @@ def build_training(
     (model,) = DSparkModelBuilder(config).build_distributed_models(
         groups, ddp_config=ddp, mixed_precision_wrapper=Float16Module, data_parallel_random_init=False
     )
-    config.transformer.finalize_model_grads_func = finalize_model_grads
+    weighted = config.loss_normalizer == "weights"
+    config.transformer.finalize_model_grads_func = (
+        FractionalDivisor(finalize_model_grads) if weighted else finalize_model_grads
+    )
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",

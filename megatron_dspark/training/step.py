@@ -4,9 +4,12 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_dspark.data.sampler import MicroBatch
+from megatron_dspark.errors import DSparkError
+from megatron_dspark.objective.loss import FractionalDivisor
 from megatron_dspark.platform import device
 
 
@@ -31,6 +34,15 @@ def forward_step_dspark(
     numerator, num_tokens, report = model(
         input_ids=batch.input_ids.to(where), loss_mask=batch.loss_mask.to(where), anchors=batch.anchors.to(where)
     )
+    if num_tokens.is_floating_point():
+        # The sum of slot weights is no whole number, and Megatron-Core counts in whole numbers only.
+        divisor = get_model_config(model).finalize_model_grads_func
+        if not isinstance(divisor, FractionalDivisor):
+            raise DSparkError(
+                "loss_normalizer='weights' needs finalize_model_grads_func to be a FractionalDivisor; set it on the "
+                "model's config, or use loss_normalizer='tokens'"
+            )
+        num_tokens = divisor.count(num_tokens)
     return numerator, partial(_loss_triple, num_tokens, report)
 
 
