@@ -103,8 +103,9 @@ def load_draft(folder: str | Path) -> LoadedDraft:
 def load_into_module(folder: str | Path, draft_module: "Module") -> None:
     """Copy a folder's weights into a Megatron draft, on every rank that holds a part of it.
 
-    Every rank calls it, with the same folder. Vocabulary rows that Megatron added as padding become zero. A training
-    job that keeps FP32 masters has to refresh them afterwards (`optimizer.reload_model_params()`).
+    Every rank calls it, with the same folder. Values are converted to each parameter's own dtype. Vocabulary rows that
+    Megatron added as padding become zero. A training job that keeps FP32 masters has to refresh them afterwards
+    (`optimizer.reload_model_params()`).
 
     Args:
         folder: the draft's folder.
