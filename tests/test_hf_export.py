@@ -17,8 +17,8 @@ from megatron_dspark.hf.lint import lint_folder
 from megatron_dspark.hf.load import load_draft
 from megatron_dspark.hf.rules import local_paths
 from tests.distributed import RankPool
-from tests.hf_support import TARGET, tiny_config
-from tests.test_hf_round_trip import build, export
+from tests.hf_support import SETTINGS, TARGET, tiny_config
+from tests.test_hf_round_trip import VARIANTS, build, export
 
 
 def nothing_left(parent: Path) -> bool:
@@ -194,7 +194,7 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
 
 
 def every_rank_learns_of_failures(rank: int, world_size: int, folder: Path) -> list[str]:
-    """Failures that the writing rank alone sees, one that only the other sees, one in the middle; then a good export."""
+    """Failures seen by the writing rank alone, by the other alone, and in the middle; then a good export."""
     heard = []
     (folder / "taken").mkdir(exist_ok=True)
     (folder / "taken" / "file").write_text("x")
@@ -253,3 +253,14 @@ def test_replicas_and_stages_agree(two_ranks: RankPool, tmp_path: Path) -> None:
     for function in (a_replica_exports_once, a_stage_without_the_draft):
         first, second = two_ranks.run(function, tmp_path / function.__name__)
         assert first == second and lint_folder(tmp_path / function.__name__).ok
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_verifier_s_own_reader_accepts_every_variant(tmp_path: Path, variant: str) -> None:
+    from megatron_dspark.serving.draft import DraftModel
+
+    draft = build(VARIANTS[variant], 1, torch.float32)
+    export(draft, tmp_path / "draft", dtype="float32")
+    served = DraftModel.load(tmp_path / "draft", torch.float32, torch.device("cpu"))
+    assert torch.equal(served.markov_head.markov_w2.weight, draft.markov_head.markov_w2.weight[: SETTINGS.vocab_size])
+    assert served.config.rope_parameters["rope_theta"] == draft.dspark_config.rotary_base

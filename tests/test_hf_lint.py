@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +202,8 @@ def test_an_unknown_engine_is_refused(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DSparkError, match="is not a folder"):
         lint_folder(tmp_path / "nowhere")
+
+
+def test_reading_and_linting_need_no_megatron() -> None:
+    code = "import sys, megatron_dspark.hf.lint, megatron_dspark.hf.export; sys.exit('megatron' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

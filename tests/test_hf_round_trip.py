@@ -59,7 +59,7 @@ def export(draft: Any, folder: Path, **arguments: Any) -> Any:
 
 
 def hf_to_megatron_to_hf(rank: int, world_size: int, folder: Path, variant: dict[str, Any], dtype: str) -> list[int]:
-    """Load a folder into a draft and export it again; return non-zeros in each table's padded rows, and their number."""
+    """Load a folder and export it again; return the non-zeros in each table's padded rows, and the rows' number."""
     draft = build(variant, world_size, getattr(torch, dtype))
     load_into_module(folder / "in", draft)
     export(draft, folder / "out", dtype=dtype)
