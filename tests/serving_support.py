@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 
 from megatron_dspark.serving.draft import DraftModel
 from megatron_dspark.serving.draft_config import DraftConfig
@@ -137,8 +145,8 @@ def tiny_model(kind: str, *, seed: int = 0, context: float = 1.0, **changes: Any
     return model
 
 
-def agreeing_draft(model: PreTrainedModel, folder: Path, *, noise: float = 0.0, **changes: Any) -> DraftModel:
-    """A draft whose Markov head alone computes what the target computes from the current token.
+def save_agreeing_draft(model: PreTrainedModel, folder: Path, *, noise: float = 0.0, **changes: Any) -> Path:
+    """Write a draft whose Markov head alone computes what the target computes from the current token.
 
     With a target of `context=0` it agrees with the target always; `noise` or a target's context make it err.
     """
@@ -152,7 +160,12 @@ def agreeing_draft(model: PreTrainedModel, folder: Path, *, noise: float = 0.0, 
     tensors["markov_head.markov_w2.weight"] += noise * torch.randn(
         tensors["markov_head.markov_w2.weight"].shape, generator=torch.Generator().manual_seed(5)
     )
-    return DraftModel.load(save_draft(folder, config, tensors), model.dtype, torch.device("cpu"))
+    return save_draft(folder, config, tensors)
+
+
+def agreeing_draft(model: PreTrainedModel, folder: Path, **changes: Any) -> DraftModel:
+    """`save_agreeing_draft`, loaded in the model's dtype."""
+    return DraftModel.load(save_agreeing_draft(model, folder, **changes), model.dtype, torch.device("cpu"))
 
 
 def double_precision(model: PreTrainedModel) -> PreTrainedModel:
@@ -184,3 +197,19 @@ class ListedUniforms:
         assert len(taken) == count, "the recorded stream is exhausted"
         self.used += count
         return taken
+
+
+def save_target(folder: Path, model: PreTrainedModel) -> Path:
+    """Write a target folder: weights, config, and a tokenizer of one token a word with a chat template."""
+    model.save_pretrained(folder)
+    words = {f"w{number}": number for number in range(model.config.vocab_size)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="w0", unk_token="w3")
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no systems') }}{% endif %}"
+        "{% for message in messages %}w4 {{ message['content'] }} w5 {% endfor %}"
+        "{% if add_generation_prompt %}w6{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    return folder

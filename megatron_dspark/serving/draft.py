@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from megatron_dspark.errors import DSparkError
+from megatron_dspark.files import read_json
 from megatron_dspark.serving.draft_config import DraftConfig
 from megatron_dspark.serving.heads import ConfidenceHead, MarkovHead
 from megatron_dspark.serving.precision import at_least_float32, vocabulary_logits
@@ -175,7 +176,7 @@ class DraftModel(nn.Module):
         """Load an exported draft folder.
 
         Args:
-            folder: holds config.json and model.safetensors.
+            folder: holds config.json and model.safetensors (or its index and parts).
             dtype: what to compute in; the stored tensors are converted.
 
         Raises:
@@ -186,16 +187,10 @@ class DraftModel(nn.Module):
         if not folder.is_dir():
             raise DSparkError(f"the draft folder {folder} does not exist; give the folder that the export wrote")
         config = DraftConfig.read(folder)
-        path = folder / "model.safetensors"
-        if not path.is_file():
-            raise DSparkError(f"the draft's weights were expected at {path}, and there is no such file")
-        try:
-            tensors = load_file(path)
-        except SafetensorError as error:
-            raise DSparkError(f"{path} is not a whole safetensors file ({error}); export the draft again") from None
+        tensors = _read_tensors(folder)
         with torch.device("meta"):
             model = cls(config)
-        _check_tensors(model, tensors, path)
+        _check_tensors(model, tensors, folder)
         model.load_state_dict({name: tensor.to(device, dtype) for name, tensor in tensors.items()}, assign=True)
         model.prepare_rotary(device)
         return model.eval().requires_grad_(False)
@@ -296,17 +291,36 @@ class DraftModel(nn.Module):
         return (angles.cos() * self.rotary_scale).to(dtype), (angles.sin() * self.rotary_scale).to(dtype)
 
 
-def _check_tensors(model: DraftModel, tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Refuse a file whose names or shapes are not exactly the model's."""
+def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of model.safetensors, or of the files that model.safetensors.index.json names (large drafts)."""
+    files = [folder / "model.safetensors"]
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        places = read_json(index, "the index of the draft's weights").get("weight_map", {})
+        files = [folder / name for name in sorted(set(places.values()))]
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        if not file.is_file():
+            raise DSparkError(f"the draft's weights were expected at {file}, and there is no such file")
+        try:
+            tensors.update(load_file(file))
+        except SafetensorError as error:
+            raise DSparkError(f"{file} is not a whole safetensors file ({error}); export the draft again") from None
+    return tensors
+
+
+def _check_tensors(model: DraftModel, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    """Refuse weights whose names or shapes are not exactly the model's."""
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    where = f"the draft in {folder}"
     if missing:
-        raise DSparkError(f"{path} lacks {', '.join(missing)}, which its config asks for; export the draft again")
+        raise DSparkError(f"{where} lacks {', '.join(missing)}, which its config asks for; export the draft again")
     if unknown:
-        raise DSparkError(f"{path} holds {', '.join(unknown)}, which its config has no place for; correct the config")
+        raise DSparkError(f"{where} holds {', '.join(unknown)}, which its config has no place for; correct the config")
     for name, shape in expected.items():
         if tuple(tensors[name].shape) != shape:
             raise DSparkError(
-                f"{path}: {name} has shape {list(tensors[name].shape)} and the config says {list(shape)}; "
+                f"{where}: {name} has shape {list(tensors[name].shape)} and the config says {list(shape)}; "
                 "export the draft again"
             )

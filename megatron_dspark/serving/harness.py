@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from rich.console import Console
 from rich.progress import track
 
@@ -112,20 +113,33 @@ def _check_prompts(prompts: Sequence[dict[str, Any]]) -> None:
         if name in seen:
             raise DSparkError(f"two prompts have the id {name!r}; ids must be unique, random numbers depend on them")
         seen.add(name)
-        if not isinstance(messages, list) or not messages or not isinstance(messages[-1], dict):
-            raise DSparkError(f"prompt {name!r} has no list of messages; give at least a user's message")
+        if not isinstance(messages, list) or not messages or not all(_is_message(message) for message in messages):
+            raise DSparkError(
+                f"prompt {name!r} has no list of messages with the texts 'role' and 'content'; give at least a user's"
+            )
         if messages[-1].get("role") != "user":
             raise DSparkError(
                 f"prompt {name!r} ends with the role {messages[-1].get('role')!r}; a prompt ends with a user's message"
             )
 
 
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
 def _tokenize(prompts: Sequence[dict[str, Any]], tokenizer: Any, target: Target) -> list[Prompt]:
     tokenized = []
     for prompt in prompts:
-        ids = tokenizer.apply_chat_template(
-            prompt["messages"], add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        try:
+            ids = tokenizer.apply_chat_template(
+                prompt["messages"], add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except (TemplateError, TypeError, KeyError) as error:
+            raise DSparkError(
+                f"the target's chat template refuses the messages of prompt {prompt['id']!r} ({error}); correct them"
+            ) from None
+        if not ids:
+            raise DSparkError(f"prompt {prompt['id']!r} has no tokens; the chat template left nothing of it")
         if len(ids) >= target.max_positions:
             raise DSparkError(
                 f"prompt {prompt['id']!r} has {len(ids)} tokens and the target {target.max_positions} positions; "

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
 
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.serving.kv_cache import FixedCache
 from megatron_dspark.serving.precision import vocabulary_logits
 
 MODEL_TYPES = ("llama", "qwen3")
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass
@@ -69,6 +71,8 @@ class Target:
         except (OSError, ValueError, KeyError) as error:
             raise DSparkError(f"transformers cannot read the target's config in {folder} ({error})") from None
         _check_architecture(config, folder)
+        shows_bar = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()  # transformers draws it even where no terminal is
         try:
             model, found = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -79,6 +83,9 @@ class Target:
             )
         except (OSError, ValueError, RuntimeError) as error:
             raise DSparkError(f"transformers cannot load the target in {folder} ({error})") from None
+        finally:
+            if shows_bar:
+                logging.enable_progress_bar()
         # transformers fills what it does not find with random numbers and only warns.
         absent = sorted(found["missing_keys"]) + sorted(str(key) for key in found["mismatched_keys"])
         if absent:
@@ -132,12 +139,17 @@ def load_tokenizer(folder: str | Path) -> Any:
     Raises:
         DSparkError: the folder holds no tokenizer or the tokenizer no chat template.
     """
+    # Without these, transformers makes up an empty tokenizer of the model's type and does not complain.
+    if not any((Path(folder) / name).is_file() for name in _VOCABULARY_FILES):
+        raise DSparkError(
+            f"the target folder {folder} holds no tokenizer ({', '.join(_VOCABULARY_FILES)}); copy the tokenizer's "
+            "files into it"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # the tokenizer libraries raise bare Exception for a damaged file
         raise DSparkError(
-            f"the target folder {folder} holds no tokenizer that transformers can load ({error}); copy the "
-            "tokenizer's files into it"
+            f"transformers cannot load the tokenizer in {folder} ({error}); copy its files again"
         ) from None
     if not tokenizer.chat_template:
         raise DSparkError(f"the tokenizer in {folder} has no chat template; add chat_template.jinja to the folder")
