@@ -3,6 +3,7 @@
 from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.models.gpt import GPTModelBuilder
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_dspark.config import DSparkModelConfig
@@ -11,8 +12,6 @@ from megatron_dspark.features.colocated import load_target
 from megatron_dspark.model.draft import DSparkDraft
 from megatron_dspark.model.model import DSparkModel
 from megatron_dspark.targets.folder import TargetConfig, copy_rows, read_frozen_tables, read_target_config
-
-from megatron.bridge.models.gpt.gpt_builder import GPTModelBuilder
 
 
 class DSparkModelBuilder(GPTModelBuilder):

@@ -7,6 +7,7 @@ the draft's own layers, and the fields here describe the block, the taps, the he
 import copy
 import dataclasses
 import enum
+import itertools
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -91,7 +92,7 @@ class DSparkModelConfig(GPTModelConfig):
     loss_decay_gamma: float | None = 4.0
     """Slot k weighs exp(−k / loss_decay_gamma); None weighs every slot 1."""
     loss_normalizer: Literal["tokens", "weights"] = "tokens"
-    """Divide by supervised slots ("tokens") or, as DeepSpec and AutoModel do, by the sum of slot weights ("weights")."""
+    """Divide by supervised slots ("tokens"), or by the sum of slot weights as DeepSpec and AutoModel do ("weights")."""
     objective_chunk_bytes: int = 64 * 2**20
     """Memory that the objective may hold for one chunk of vocabulary logits."""
 
@@ -292,7 +293,7 @@ def _check_block_and_taps(config: DSparkModelConfig) -> None:
         raise DSparkError("target_layer_ids is empty; name at least one target layer whose output the draft reads")
     if config.num_target_layers < 1:
         raise DSparkError(f"num_target_layers must be the target's depth, and it is {config.num_target_layers}")
-    if any(second <= first for first, second in zip(taps, taps[1:], strict=False)):
+    if any(second <= first for first, second in itertools.pairwise(taps)):
         raise DSparkError(f"target_layer_ids must strictly increase, and they are {taps}; sort them, each once")
     if taps[0] < -1 or taps[-1] > last:
         raise DSparkError(

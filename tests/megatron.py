@@ -26,9 +26,9 @@ def process_groups(tensor_parallel_size: int = 1, seed: int = 1234) -> ProcessGr
     if not torch.distributed.is_initialized():
         store = Path(tempfile.mkdtemp(prefix="dspark-store-")) / "store"
         torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    if parallel_state.model_parallel_is_initialized():
-        if parallel_state.get_tensor_model_parallel_world_size() != tensor_parallel_size:
-            parallel_state.destroy_model_parallel()
+    initialised = parallel_state.model_parallel_is_initialized()
+    if initialised and parallel_state.get_tensor_model_parallel_world_size() != tensor_parallel_size:
+        parallel_state.destroy_model_parallel()
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel_size)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -36,7 +36,9 @@ def process_groups(tensor_parallel_size: int = 1, seed: int = 1234) -> ProcessGr
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-def tiny_config(tensor_parallel_size: int = 1, dtype: torch.dtype = torch.float64, **settings: Any) -> DSparkModelConfig:
+def tiny_config(
+    tensor_parallel_size: int = 1, dtype: torch.dtype = torch.float64, **settings: Any
+) -> DSparkModelConfig:
     """Return the config of the golden tiny draft; `settings` override DSparkModelConfig's fields."""
     transformer = dict(
         num_layers=2,
@@ -87,7 +89,13 @@ LAYER_NAMES = {
     "post_attention_layernorm.weight": ("pre_mlp_layernorm.weight", None),
     "mlp.down_proj.weight": ("mlp.linear_fc2.weight", 1),
 }
-SHARDED_ROWS = ("embed_tokens.weight", "lm_head.weight", "fc.weight", "markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
+SHARDED_ROWS = (
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "fc.weight",
+    "markov_head.markov_w1.weight",
+    "markov_head.markov_w2.weight",
+)
 
 
 def megatron_tensors(released: dict[str, torch.Tensor], rank: int, size: int) -> dict[str, torch.Tensor]:

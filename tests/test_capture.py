@@ -6,11 +6,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from tests.megatron import process_groups, tiny_config
-
 from megatron_dspark.builder import DSparkModelBuilder
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.model.model import DSparkModel
+from tests.megatron import process_groups, tiny_config
 
 
 def save_target(folder: Path, kind: str, **changes: object) -> PreTrainedModel:

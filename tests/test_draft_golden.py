@@ -5,12 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed import RankPool
-from tests.megatron import golden_draft, load_released, megatron_tensors, process_groups, tiny_config
-
 from megatron_dspark.blocks import attention_mask, lay_out_blocks
 from megatron_dspark.builder import DSparkModelBuilder
 from megatron_dspark.model.model import DSparkModel
+from tests.distributed import RankPool
+from tests.megatron import golden_draft, load_released, megatron_tensors, process_groups, tiny_config
 
 KINDS = ("vanilla", "gated")
 
@@ -75,9 +74,7 @@ def test_stages_and_rows_match(kind: str) -> None:
     torch.testing.assert_close(rows.hidden, expected, rtol=0, atol=1e-12)
     logits = rows.hidden @ draft.lm_head.weight.T + rows.latent @ draft.markov_head.markov_w2.weight.T
     torch.testing.assert_close(logits, golden["out/draft_logits"][supervised], rtol=0, atol=1e-12)
-    torch.testing.assert_close(
-        rows.confidence_logits, golden["out/confidence_pred"][supervised], rtol=0, atol=1e-12
-    )
+    torch.testing.assert_close(rows.confidence_logits, golden["out/confidence_pred"][supervised], rtol=0, atol=1e-12)
     teacher = rows.teacher_hidden @ draft.teacher_head_weight.T
     torch.testing.assert_close(teacher, golden["out/aligned_target_logits"][supervised], rtol=0, atol=1e-12)
 

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from tests.megatron import process_groups, tiny_config
-
 from megatron_dspark.blocks import draw_anchors, eligible_anchors, lay_out_blocks
 from megatron_dspark.builder import DSparkModelBuilder
 from megatron_dspark.model.model import DSparkModel
+from tests.megatron import process_groups, tiny_config
 
 LENGTH, ANCHORS = 24, (3, 9, 15, 21)
 

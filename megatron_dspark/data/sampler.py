@@ -90,9 +90,7 @@ class Sampler:
 
     def _collate(self, drawn: list[tuple[int, ChatSample]]) -> MicroBatch:
         anchors = [
-            draw_anchors(
-                sample.loss_mask, self.num_anchors, seed=self.seed, epoch=epoch, sample_id=sample.sample_id
-            )
+            draw_anchors(sample.loss_mask, self.num_anchors, seed=self.seed, epoch=epoch, sample_id=sample.sample_id)
             for epoch, sample in drawn
         ]
         return collate([sample for _, sample in drawn], anchors)

@@ -60,9 +60,7 @@ class FrozenTarget(MegatronModule):
         if positions is None:
             positions = torch.arange(length, device=input_ids.device).expand(batch, -1)
         self._captured.clear()
-        final_hidden = self.model(
-            input_ids, positions, None, output_processor=lambda hidden_states, **_: hidden_states
-        )
+        final_hidden = self.model(input_ids, positions, None, output_processor=lambda hidden_states, **_: hidden_states)
         taps = torch.cat([self._captured[tap] for tap in self.target_layer_ids], dim=-1)
         self._captured.clear()
         return TargetFeatures(taps=taps, final_hidden=final_hidden)

@@ -37,7 +37,7 @@ class Reporter:
         self.path = output / METRICS_FILE
         output.mkdir(parents=True, exist_ok=True)
         self._keep_lines_until(done)
-        self._file = open(self.path, "a", encoding="utf-8")
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
         self._board = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter

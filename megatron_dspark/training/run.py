@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,22 +10,23 @@ from typing import Any
 
 import torch
 import torch.distributed
-from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
+from rich.table import Table
 
 from megatron_dspark import platform
-from megatron_dspark.builder import DSparkModelBuilder, check_against_target
+from megatron_dspark.builder import DSparkModelBuilder
 from megatron_dspark.config import DSparkModelConfig
 from megatron_dspark.data.chat import ChatSample, load_samples
 from megatron_dspark.data.sampler import MicroBatch, Sampler, validation_batches
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.objective.loss import FractionalDivisor
 from megatron_dspark.objective.metrics import reduce_report
+from megatron_dspark.parallel import process_groups
 from megatron_dspark.targets.folder import TargetConfig, read_target_config
 from megatron_dspark.training.checkpoint import Checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
 from megatron_dspark.training.report import Reporter, peak_memory_bytes
@@ -43,12 +43,23 @@ class TrainReport:
     steps: int
     seconds: float
     first_validation: dict[str, float]
-    last_validation: dict[str, float]
-    last_train: dict[str, float]
+    validation: dict[str, float]
+    train: dict[str, float]
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return dict(self.__dict__)
+
+    def render(self) -> Table:
+        """Return the run's metrics as a table."""
+        table = Table(title=f"Trained {self.steps} steps in {self.seconds:.0f} s: {self.checkpoint}")
+        table.add_column("metric")
+        columns = {"held-out, start": self.first_validation, "held-out, end": self.validation, "train, end": self.train}
+        for name in columns:
+            table.add_column(name, justify="right")
+        for metric in sorted({name for metrics in columns.values() for name in metrics}):
+            table.add_row(metric, *(f"{m[metric]:.4g}" if metric in m else "-" for m in columns.values()))
+        return table
 
 
 def train(settings: TrainSettings, *, resume: bool = True) -> TrainReport:
@@ -68,16 +79,15 @@ def train(settings: TrainSettings, *, resume: bool = True) -> TrainReport:
     config = settings.model_config(target)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     config.validate(world_size)
-    check_against_target(config, target)
     checkpoint = find_checkpoint(settings.output)
     if checkpoint is not None:
-        _check_resumable(settings, checkpoint, resume)
-    samples, held_out = _read_data(settings, target)
-    # Reading the sampler's own refusals needs no process group either.
-    data_parallel_size = world_size // settings.parallel.tensor
-    _sampler(settings, samples, 0, data_parallel_size)
+        _check_resumable(settings, target, checkpoint, resume)
+    samples = load_samples(settings.data, target.folder, settings.max_length)
+    held_out = load_samples(settings.validation, target.folder, settings.max_length) if settings.validation else []
+    # The sampler's refusals need no process group either.
+    _sampler(settings, samples, 0, world_size // settings.parallel.tensor)
     with process_groups(settings.parallel.tensor, settings.seed) as groups:
-        return _Run(settings, config, groups, samples, held_out, checkpoint).train()
+        return _Run(settings, config, target, groups, samples, held_out, checkpoint).train()
 
 
 class _Run:
@@ -85,17 +95,19 @@ class _Run:
         self,
         settings: TrainSettings,
         config: DSparkModelConfig,
+        target: TargetConfig,
         groups: ProcessGroupCollection,
         samples: list[ChatSample],
         held_out: list[ChatSample],
         checkpoint: Checkpoint | None,
     ) -> None:
-        self.settings, self.config, self.groups = settings, config, groups
+        self.settings, self.config, self.target, self.groups = settings, config, target, groups
         self.model, self.optimizer, self.scheduler = build_training(settings, config, groups)
         self.step = 0
+        self.metrics: dict[str, dict[str, float]] = {"first_validation": {}, "validation": {}, "train": {}}
         if checkpoint is not None:
             load_checkpoint(checkpoint, self.module, self.optimizer, self.scheduler)
-            self.step = checkpoint.step
+            self.step, self.metrics = checkpoint.step, checkpoint.run["metrics"]
         rank, size = groups.dp.rank(), groups.dp.size()
         self.sampler = _sampler(settings, samples, rank, size)
         self.held_out = validation_batches(
@@ -124,41 +136,33 @@ class _Run:
         return module
 
     def train(self) -> TrainReport:
-        settings, started, last_train, saved = self.settings, time.perf_counter(), {}, None
-        first_step = self.step
+        settings, started = self.settings, time.perf_counter()
+        first_step, window, clock = self.step, _Window(), _Clock()
         try:
-            validation = self.validate() if self.step == 0 else {}
-            first_validation = validation
-            window: list[dict[str, torch.Tensor]] = []
-            window_tokens, window_start, training_seconds = 0, time.perf_counter(), 0.0
+            if self.step == 0:
+                self.metrics["first_validation"] = self.validate()
+            clock.restart()
             while self.step < settings.steps:
-                reports, tokens, grad_norm = self.optimizer_step()
+                window.add(*self.optimizer_step())
                 self.step += 1
-                window += reports
-                window_tokens += tokens
                 self.reporter.advance(self.step)
                 last = self.step == settings.steps
                 if self.step % settings.log_interval == 0 or last or self.step == 1:
-                    seconds = time.perf_counter() - window_start
-                    training_seconds += seconds
-                    rate = training_seconds / (self.step - first_step)
-                    last_train = self._log_window(window, window_tokens, seconds, grad_norm, rate)
-                    window, window_tokens, window_start = [], 0, time.perf_counter()
-                if self.held_out and (self.step % settings.validation_interval == 0 or last):
-                    validation = self.validate()
-                    window_start += validation["seconds"]
-                if self.step % settings.save_interval == 0 or last:
-                    before = time.perf_counter()
-                    saved = self.save()
-                    window_start += time.perf_counter() - before
+                    seconds = clock.lap()
+                    left = clock.total / (self.step - first_step) * (settings.steps - self.step)
+                    self.log(window, seconds, left)
+                    window = _Window()
+                with clock.paused():
+                    if self.step % settings.validation_interval == 0 or last:
+                        self.metrics["validation"] = self.validate()
+                    if self.step % settings.save_interval == 0 or last:
+                        self.save()
             return TrainReport(
                 output=settings.output,
-                checkpoint=str(saved or find_checkpoint(settings.output).folder),
+                checkpoint=str(find_checkpoint(settings.output).folder),
                 steps=self.step,
                 seconds=time.perf_counter() - started,
-                first_validation=first_validation,
-                last_validation=validation,
-                last_train=last_train,
+                **self.metrics,
             )
         finally:
             self.reporter.close()
@@ -170,6 +174,7 @@ class _Run:
         self.optimizer.zero_grad()
         reports = self._pass(batches, forward_only=False)
         self._refuse_non_finite(reports, batches)
+        self.learning_rate = max(group["lr"] for group in self.optimizer.param_groups)
         updated, grad_norm, _ = self.optimizer.step()
         if not updated:
             raise DSparkError(
@@ -212,31 +217,72 @@ class _Run:
         self.reporter.log("validation", self.step, metrics)
         return metrics
 
-    def _log_window(
-        self, window: list[dict[str, torch.Tensor]], tokens: int, seconds: float, grad_norm: float, rate: float
-    ) -> dict[str, float]:
-        metrics = reduce_report(window, self.groups.dp)
-        all_tokens = torch.tensor([tokens], dtype=torch.float64, device=platform.device())
-        torch.distributed.all_reduce(all_tokens, group=self.groups.dp)
-        steps = len(window) // self.sampler.num_micro_batches
+    def log(self, window: "_Window", seconds: float, seconds_left: float) -> None:
+        """Log the steps of a window that took `seconds`."""
+        metrics = reduce_report(window.reports, self.groups.dp)
+        tokens = torch.tensor([window.tokens], dtype=torch.float64, device=platform.device())
+        torch.distributed.all_reduce(tokens, group=self.groups.dp)
         metrics.update(
-            grad_norm=grad_norm,
-            learning_rate=max(group["lr"] for group in self.optimizer.param_groups),
-            tokens_per_second=float(all_tokens) / seconds,
-            step_seconds=seconds / steps,
+            grad_norm=window.grad_norm,
+            learning_rate=self.learning_rate,
+            tokens_per_second=float(tokens) / seconds,
+            step_seconds=seconds / window.steps,
             peak_memory_gib=peak_memory_bytes() / 2**30,
         )
-        self.reporter.log("train", self.step, metrics, seconds_left=rate * (self.settings.steps - self.step))
-        return metrics
+        self.metrics["train"] = metrics
+        self.reporter.log("train", self.step, metrics, seconds_left)
 
     def save(self) -> Path:
         """Publish a checkpoint of the current step."""
         run = {
             "settings": self.settings.as_dict(),
             "model": self.config.as_dict(),
+            "target": {
+                "name": self.target.folder.name,
+                "fingerprint": self.target.fingerprint(),
+                "config": self.target.raw,
+            },
+            "metrics": self.metrics,
             "progress": {"step": self.step, "consumed_samples": self.step * self.settings.global_batch_size},
         }
         return save_checkpoint(self.settings.output, self.step, self.module, self.optimizer, self.scheduler, run)
+
+
+class _Window:
+    """What the steps since the last logged one reported."""
+
+    def __init__(self) -> None:
+        self.reports: list[dict[str, torch.Tensor]] = []
+        self.tokens, self.steps, self.grad_norm = 0, 0, 0.0
+
+    def add(self, reports: list[dict[str, torch.Tensor]], tokens: int, grad_norm: float) -> None:
+        self.reports += reports
+        self.tokens += tokens
+        self.steps += 1
+        self.grad_norm = grad_norm
+
+
+class _Clock:
+    """Seconds spent training, without validation and saving."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        self._since = time.perf_counter()
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        self.total += seconds
+        return seconds
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        before = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - before
 
 
 def build_training(
@@ -270,6 +316,7 @@ def build_training(
             use_distributed_optimizer=optimizer_settings.distributed,
         ),
         [model],
+        use_gloo_process_groups=False,
         pg_collection=groups,
     )
     config.transformer.grad_scale_func = optimizer.scale_loss
@@ -291,34 +338,6 @@ def build_training(
     return model, optimizer, scheduler
 
 
-@contextlib.contextmanager
-def process_groups(tensor_parallel_size: int, seed: int) -> Iterator[ProcessGroupCollection]:
-    """Start torch.distributed (torchrun's ranks, or one) and Megatron-Core's groups; end them afterwards.
-
-    A job that already has a process group keeps it.
-    """
-    platform.prepare()
-    ours = not torch.distributed.is_initialized()
-    with tempfile.TemporaryDirectory(prefix="dspark-") as folder:
-        if ours:
-            if platform.has_cuda():
-                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            alone = "WORLD_SIZE" not in os.environ
-            torch.distributed.init_process_group(
-                platform.communication_backend(),
-                **(dict(init_method=f"file://{folder}/store", rank=0, world_size=1) if alone else {}),
-            )
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel_size)
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
-        torch.manual_seed(seed)
-        try:
-            yield ProcessGroupCollection.use_mpu_process_groups()
-        finally:
-            parallel_state.destroy_model_parallel()
-            if ours:
-                torch.distributed.destroy_process_group()
-
-
 def _sampler(settings: TrainSettings, samples: list[ChatSample], rank: int, size: int) -> Sampler:
     return Sampler(
         samples,
@@ -331,13 +350,7 @@ def _sampler(settings: TrainSettings, samples: list[ChatSample], rank: int, size
     )
 
 
-def _read_data(settings: TrainSettings, target: TargetConfig) -> tuple[list[ChatSample], list[ChatSample]]:
-    samples = load_samples(settings.data, target.folder, settings.max_length)
-    held_out = load_samples(settings.validation, target.folder, settings.max_length) if settings.validation else []
-    return samples, held_out
-
-
-def _check_resumable(settings: TrainSettings, checkpoint: Checkpoint, resume: bool) -> None:
+def _check_resumable(settings: TrainSettings, target: TargetConfig, checkpoint: Checkpoint, resume: bool) -> None:
     if not resume:
         raise DSparkError(
             f"{settings.output} already has a checkpoint of step {checkpoint.step}; resume it, or choose another output"
@@ -347,9 +360,14 @@ def _check_resumable(settings: TrainSettings, checkpoint: Checkpoint, resume: bo
             f"{settings.output} is already at step {checkpoint.step} and the run is to end at {settings.steps}; raise "
             "steps or choose another output"
         )
+    if checkpoint.run["target"]["fingerprint"] != target.fingerprint():
+        raise DSparkError(
+            f"{settings.output} was trained against the target {checkpoint.run['target']['name']} and {target.folder} "
+            "holds another one; point at the same target, or choose another output"
+        )
     saved = checkpoint.run["settings"]
     free = {"output", "steps", "log_interval", "validation_interval", "validation_samples", "save_interval"}
-    free |= {"tensorboard", "validation", "parallel", "micro_batch_size", "recompute"}
+    free |= {"tensorboard", "validation", "parallel", "micro_batch_size", "recompute", "target"}
     for name, value in settings.as_dict().items():
         if name not in free and saved.get(name) != value:
             raise DSparkError(

@@ -1,0 +1,201 @@
+"""The command line: prepare data, train a drafter, export it, verify it."""
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from megatron_dspark.errors import DSparkError
+
+app = typer.Typer(
+    name="megatron-dspark",
+    help="Train DSpark speculative-decoding drafters on Megatron-Core.\n\n"
+    "The usual order is prepare → train → export → verify; each verb explains itself with --help.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on standard output.")]
+
+
+def main() -> None:
+    """Run the command line. Results alone go to standard output; what a person did wrong is one sentence and exit code 2, never a traceback."""
+    # Megatron-Core and Bridge announce every missing optional package at import.
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
+    logging.disable(logging.WARNING)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            app()
+    except DSparkError as error:
+        if os.environ.get("RANK", "0") == "0":
+            Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+@app.command()
+def prepare(
+    output: Annotated[Path, typer.Option(help="Folder to write: train.jsonl, heldout.jsonl, prepare.json.")],
+    target: Annotated[
+        str, typer.Option(help='Hugging Face folder of the target, or "smollm2" for the bundled demonstration model.')
+    ] = "smollm2",
+    prompts: Annotated[
+        str, typer.Option(help='"recipes", "general", or a JSONL file of prompts or of whole conversations.')
+    ] = "recipes",
+    train_samples: Annotated[int, typer.Option(help="Conversations to train on.")] = 400,
+    heldout_samples: Annotated[int, typer.Option(help="Conversations kept for validation and verification.")] = 32,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest response, in tokens.")] = 160,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature of the responses; 0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus of the responses' sampling.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Most probable tokens kept in sampling; 0 keeps all.")] = 0,
+    batch_size: Annotated[int, typer.Option(help="Responses generated at once.")] = 16,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and responses.")] = 0,
+    keep_responses: Annotated[
+        bool, typer.Option("--keep-responses", help="Train on the conversations of a JSONL file as they are.")
+    ] = False,
+    time_limit: Annotated[
+        float | None, typer.Option(help="Seconds after which no further response is begun; None has no limit.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make training conversations: prompts answered by the target itself (an interrupted job goes on)."""
+    from megatron_dspark.data.prepare import PrepareOptions
+    from megatron_dspark.data.prepare import prepare as run_prepare
+
+    report = run_prepare(
+        PrepareOptions(
+            target=target,
+            output=output,
+            prompts=prompts,
+            train_samples=train_samples,
+            heldout_samples=heldout_samples,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            batch_size=batch_size,
+            seed=seed,
+            keep_responses=keep_responses,
+            time_limit_seconds=time_limit,
+        )
+    )
+    _show(report, as_json)
+
+
+@app.command()
+def train(
+    recipe: Annotated[
+        str, typer.Option(help="A recipe function, as FILE.py:FUNCTION, that returns TrainSettings.")
+    ],
+    target: Annotated[Path | None, typer.Option(help="Hugging Face folder of the target.")] = None,
+    data: Annotated[Path | None, typer.Option(help="JSONL of training conversations.")] = None,
+    validation: Annotated[Path | None, typer.Option(help="JSONL of held-out conversations.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder of the run; an existing one is resumed.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps of the whole run.")] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any other setting, as name=value, for example optimizer.learning_rate=1e-3."),
+    ] = None,
+    no_resume: Annotated[bool, typer.Option("--no-resume", help="Refuse a folder that has a checkpoint.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a drafter; start it under torchrun for several ranks (torchrun ... -m megatron_dspark train ...)."""
+    from megatron_dspark.training.recipes import load_recipe
+    from megatron_dspark.training.settings import override
+
+    settings = load_recipe(recipe)
+    named = {"target": target, "data": data, "validation": validation, "output": output, "steps": steps}
+    for name, value in named.items():
+        if value is not None:
+            setattr(settings, name, value if name == "steps" else str(value))
+    settings = override(settings, setting or [])
+    from megatron_dspark.training.run import train as run_train
+
+    report = run_train(settings, resume=not no_resume)
+    if int(os.environ.get("RANK", "0")) == 0:
+        _show(report, as_json)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints/step-… folders.")],
+    output: Annotated[Path, typer.Option(help="Hugging Face folder to write; it must not hold anything yet.")],
+    step: Annotated[int | None, typer.Option(help="Checkpoint of this step instead of the newest.")] = None,
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Type of the exported weights.")] = "bfloat16",
+    as_json: Json = False,
+) -> None:
+    """Export a checkpoint to the Hugging Face layout that serving engines load."""
+    from megatron_dspark.hf.from_checkpoint import export_checkpoint
+
+    _show(export_checkpoint(run, output, step=step, dtype=dtype), as_json)
+
+
+@app.command()
+def verify(
+    draft: Annotated[Path, typer.Option(help="The exported drafter's folder.")],
+    target: Annotated[Path, typer.Option(help="The target's Hugging Face folder.")],
+    prompts: Annotated[Path, typer.Option(help="JSONL of prompts; a last assistant message is left out.")],
+    limit: Annotated[int, typer.Option(help="Prompts to run; 0 runs all.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest response, in tokens.")] = 96,
+    temperature: Annotated[float, typer.Option(help="0 decodes greedily and checks token equality.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus, applied to target and draft alike.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Most probable tokens kept; 0 keeps all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0,
+    dtype: Annotated[Literal["float32", "bfloat16", "float64"], typer.Option(help="Arithmetic.")] = "float32",
+    device: Annotated[str, typer.Option(help='"cpu" or "cuda".')] = "cpu",
+    record: Annotated[
+        bool, typer.Option("--record", help="Write the accepted length into the drafter's dspark_export.json.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Serve an exported drafter with the reference verifier, beside the target alone, and compare."""
+    from megatron_dspark.data.chat import read_messages
+    from megatron_dspark.serving.harness import verify_drafter
+
+    records = [_without_answer(record_) for record_ in read_messages(prompts)]
+    report = verify_drafter(
+        draft,
+        target,
+        records[: limit or None],
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+    )
+    if record:
+        from megatron_dspark.hf.from_checkpoint import record_accepted_length
+
+        way = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+        command = (
+            f"megatron-dspark verify --prompts {prompts.name} --limit {limit} --max-new-tokens {max_new_tokens} "
+            f"--temperature {temperature:g} --dtype {dtype}"
+        )
+        measured = {"tokens_per_iteration": report.accepted_length, "prompts": report.prompts, "command": command}
+        record_accepted_length(draft, {way: measured})
+    _show(report, as_json)
+    if any(not mismatch.explained_by_rounding for mismatch in report.exactness.mismatches):
+        raise typer.Exit(1)
+
+
+def _without_answer(record: dict[str, Any]) -> dict[str, Any]:
+    messages = record["messages"]
+    return {**record, "messages": messages[:-1] if messages[-1]["role"] == "assistant" else messages}
+
+
+def _show(report: Any, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report.as_dict()), file=sys.__stdout__)
+    else:
+        Console(file=sys.__stdout__).print(report.render())

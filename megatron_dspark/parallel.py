@@ -1,0 +1,43 @@
+"""Process groups of a job: torchrun's ranks, or one."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+
+import torch
+import torch.distributed
+
+from megatron_dspark import platform
+
+platform.prepare()
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+
+
+@contextlib.contextmanager
+def process_groups(tensor_parallel_size: int, seed: int) -> Iterator[ProcessGroupCollection]:
+    """Start torch.distributed (torchrun's ranks, or one) and Megatron-Core's groups; end them afterwards.
+
+    A job that already has a process group keeps it.
+    """
+    ours = not torch.distributed.is_initialized()
+    with tempfile.TemporaryDirectory(prefix="dspark-") as folder:
+        if ours:
+            if platform.has_cuda():
+                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            alone = "WORLD_SIZE" not in os.environ
+            torch.distributed.init_process_group(
+                platform.communication_backend(),
+                **(dict(init_method=f"file://{folder}/store", rank=0, world_size=1) if alone else {}),
+            )
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel_size)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        torch.manual_seed(seed)
+        try:
+            yield ProcessGroupCollection.use_mpu_process_groups()
+        finally:
+            parallel_state.destroy_model_parallel()
+            if ours:
+                torch.distributed.destroy_process_group()

@@ -1,0 +1,39 @@
+"""Drafters for SmolLM2-135M-Instruct, the bundled demonstration target (Llama architecture, tied embeddings)."""
+
+from megatron_dspark.targets.smollm2 import SMOLLM2_MASK_TOKEN_ID
+from megatron_dspark.training.settings import DraftSettings, OptimizerSettings, TrainSettings
+
+
+def quickstart() -> TrainSettings:
+    """Two draft layers on one narrow domain: trains in minutes on two CPU cores."""
+    return TrainSettings(
+        steps=120,
+        global_batch_size=4,
+        micro_batch_size=4,
+        max_length=320,
+        num_anchors=12,
+        precision="fp32",
+        log_interval=5,
+        validation_interval=40,
+        validation_samples=16,
+        save_interval=60,
+        draft=DraftSettings(
+            num_layers=2,
+            block_size=7,
+            target_layer_ids=[1, 8, 14, 21, 27],
+            mask_token_id=SMOLLM2_MASK_TOKEN_ID,
+            markov_rank=64,
+        ),
+        optimizer=OptimizerSettings(learning_rate=5e-3, warmup_share=0.2),
+    )
+
+
+def debug() -> TrainSettings:
+    """The quickstart's draft for a handful of steps: does everything work?"""
+    settings = quickstart()
+    settings.steps = 4
+    settings.max_length = 96
+    settings.num_anchors = 4
+    settings.log_interval = settings.validation_interval = settings.save_interval = 2
+    settings.validation_samples = 2
+    return settings
