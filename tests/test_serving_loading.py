@@ -133,7 +133,7 @@ def test_weights_in_several_files_load(tmp_path: Path) -> None:
     for name, tensor in load(folder).state_dict().items():
         assert torch.equal(tensor, tensors[name]), name
     (folder / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(DSparkError, match="model-00002-of-00002[.]safetensors, and there is no such file"):
+    with pytest.raises(DSparkError, match=r"model-00002-of-00002\.safetensors, and there is no such file"):
         load(folder)
 
 
