@@ -31,7 +31,7 @@ from megatron_dspark.objective.chunk import Chunk
 CHUNK_BYTES_CPU = 40 * 2**20
 CHUNK_BYTES_GPU = 2 * 2**30
 # On a CPU the element-wise work runs on a few rows at a time, so that they stay in the cache between the passes.
-CACHE_BYTES = 2 * 2**20
+CACHE_BYTES = 3 * 2**20
 
 
 @dataclass(frozen=True)
@@ -200,9 +200,9 @@ class Run:
         self.width = min(max(vocab_size - self.start, 0), lm_head.shape[0])
         operands = [t for t in (*draft, teacher_hidden, teacher_head) if t is not None]
         self.dtype = torch.float64 if any(t.dtype == torch.float64 for t in operands) else torch.float32
-        device = hidden.device
+        self.on_cpu = hidden.device.type == "cpu"
         # Tensor cores multiply bf16 into FP32; elsewhere (and for fp16, whose range the gradients leave) in self.dtype.
-        tensor_cores = device.type == "cuda" and all(t.dtype == torch.bfloat16 for t in operands)
+        tensor_cores = hidden.is_cuda and all(t.dtype == torch.bfloat16 for t in operands)
         self.product_dtype = torch.bfloat16 if tensor_cores else self.dtype
 
         def operand(tensor: Tensor | None) -> Tensor | None:
@@ -231,12 +231,13 @@ class Run:
         self.wants_grad = any(wanted)
 
         in_flight = 2 if self.tp_size > 1 else 1
-        budget = chunk_bytes or (CHUNK_BYTES_GPU if device.type == "cuda" else CHUNK_BYTES_CPU)
+        budget = chunk_bytes or (CHUNK_BYTES_CPU if self.on_cpu else CHUNK_BYTES_GPU)
         row_bytes = lm_head.shape[0] * self.ce.element_size()
         self.chunk_rows = _chunk_rows(rows, budget // (2 * in_flight * row_bytes))
-        self.block_rows = self.chunk_rows if device.type == "cuda" else max(1, CACHE_BYTES // row_bytes)
-        self.buffers = hidden.new_empty(in_flight, 2, min(rows, self.chunk_rows), self.width, dtype=self.dtype)
-        scratch_rows = 0 if device.type == "cuda" else min(rows, self.block_rows)
+        self.block_rows = max(1, CACHE_BYTES // row_bytes) if self.on_cpu else self.chunk_rows
+        chunk_entries = 2 * min(rows, self.chunk_rows) * self.width
+        self.buffers = hidden.new_empty(in_flight, chunk_entries, dtype=self.dtype)
+        scratch_rows = min(rows, self.block_rows) if self.on_cpu else 0
         self.scratch = hidden.new_empty(scratch_rows, self.width, dtype=self.dtype)
 
     def all_chunks(self) -> None:
