@@ -20,7 +20,7 @@ platform.prepare()
 
 from megatron.bridge.models.gpt.gpt_builder import GPTModelConfig  # noqa: E402
 from megatron.bridge.models.transformer_config import TransformerConfig  # noqa: E402
-from megatron.bridge.utils.activation_map import callable_to_str, str_to_callable, str_to_dtype  # noqa: E402
+from megatron.bridge.utils.activation_map import callable_to_str, str_to_callable  # noqa: E402
 from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix  # noqa: E402
 
 register_allowed_target_prefix("megatron_dspark.")
@@ -135,7 +135,7 @@ class DSparkModelConfig(GPTModelConfig):
             transformer["activation_func"] = str_to_callable(transformer["activation_func"])
         for name in _DTYPE_FIELDS:
             if isinstance(transformer.get(name), str):
-                transformer[name] = str_to_dtype(transformer[name])
+                transformer[name] = getattr(torch, transformer[name])
         for name, default in vars(TransformerConfig()).items():
             if isinstance(default, enum.Enum) and isinstance(transformer.get(name), str):
                 transformer[name] = type(default)[transformer[name]]

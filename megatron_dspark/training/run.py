@@ -1,6 +1,7 @@
 """A training run from settings to checkpoints: read top to bottom."""
 
 import contextlib
+import hashlib
 import os
 import time
 from collections.abc import Iterator
@@ -79,15 +80,16 @@ def train(settings: TrainSettings, *, resume: bool = True) -> TrainReport:
     config = settings.model_config(target)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     config.validate(world_size)
+    data = describe_data(settings)
     checkpoint = find_checkpoint(settings.output)
     if checkpoint is not None:
-        _check_resumable(settings, target, checkpoint, resume)
+        _check_resumable(settings, target, data, checkpoint, resume)
     samples = load_samples(settings.data, target.folder, settings.max_length)
     held_out = load_samples(settings.validation, target.folder, settings.max_length) if settings.validation else []
     # The sampler's refusals need no process group either.
     _sampler(settings, samples, 0, world_size // settings.parallel.tensor)
     with process_groups(settings.parallel.tensor, settings.seed) as groups:
-        return _Run(settings, config, target, groups, samples, held_out, checkpoint).train()
+        return _Run(settings, config, target, data, groups, samples, held_out, checkpoint).train()
 
 
 class _Run:
@@ -96,12 +98,13 @@ class _Run:
         settings: TrainSettings,
         config: DSparkModelConfig,
         target: TargetConfig,
+        data: dict[str, Any],
         groups: ProcessGroupCollection,
         samples: list[ChatSample],
         held_out: list[ChatSample],
         checkpoint: Checkpoint | None,
     ) -> None:
-        self.settings, self.config, self.target, self.groups = settings, config, target, groups
+        self.settings, self.config, self.target, self.data, self.groups = settings, config, target, data, groups
         self.model, self.optimizer, self.scheduler = build_training(settings, config, groups)
         self.step = 0
         self.metrics: dict[str, dict[str, float]] = {"first_validation": {}, "validation": {}, "train": {}}
@@ -242,6 +245,7 @@ class _Run:
                 "fingerprint": self.target.fingerprint(),
                 "config": self.target.raw,
             },
+            "data": self.data,
             "metrics": self.metrics,
             "progress": {"step": self.step, "consumed_samples": self.step * self.settings.global_batch_size},
         }
@@ -338,6 +342,19 @@ def build_training(
     return model, optimizer, scheduler
 
 
+def describe_data(settings: TrainSettings) -> dict[str, Any]:
+    """Return the name and SHA-256 of the training file.
+
+    Raises:
+        DSparkError: the file does not exist.
+    """
+    path = Path(settings.data)
+    if not path.is_file():
+        raise DSparkError(f"the training data {path} does not exist; make it with megatron-dspark prepare")
+    with open(path, "rb") as file:
+        return {"file": path.name, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
 def _sampler(settings: TrainSettings, samples: list[ChatSample], rank: int, size: int) -> Sampler:
     return Sampler(
         samples,
@@ -350,7 +367,9 @@ def _sampler(settings: TrainSettings, samples: list[ChatSample], rank: int, size
     )
 
 
-def _check_resumable(settings: TrainSettings, target: TargetConfig, checkpoint: Checkpoint, resume: bool) -> None:
+def _check_resumable(
+    settings: TrainSettings, target: TargetConfig, data: dict[str, Any], checkpoint: Checkpoint, resume: bool
+) -> None:
     if not resume:
         raise DSparkError(
             f"{settings.output} already has a checkpoint of step {checkpoint.step}; resume it, or choose another output"
@@ -365,9 +384,15 @@ def _check_resumable(settings: TrainSettings, target: TargetConfig, checkpoint: 
             f"{settings.output} was trained against the target {checkpoint.run['target']['name']} and {target.folder} "
             "holds another one; point at the same target, or choose another output"
         )
+    saved_data = checkpoint.run["data"]
+    if saved_data["sha256"] != data["sha256"]:
+        raise DSparkError(
+            f"{settings.output} was trained on {saved_data['file']} (SHA-256 {saved_data['sha256'][:12]}…) and "
+            f"{settings.data} is another file ({data['sha256'][:12]}…); restore the data, or choose another output"
+        )
     saved = checkpoint.run["settings"]
     free = {"output", "steps", "log_interval", "validation_interval", "validation_samples", "save_interval"}
-    free |= {"tensorboard", "validation", "parallel", "micro_batch_size", "recompute", "target"}
+    free |= {"tensorboard", "validation", "parallel", "micro_batch_size", "recompute", "target", "data"}
     for name, value in settings.as_dict().items():
         if name not in free and saved.get(name) != value:
             raise DSparkError(

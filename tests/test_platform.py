@@ -1,0 +1,50 @@
+"""Importing the library: without Transformer Engine, without side effects where CUDA is, and lightly."""
+
+import subprocess
+import sys
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()[-1]
+
+
+def test_package_imports_nothing_heavy() -> None:
+    assert run("import sys, megatron_dspark; print('torch' in sys.modules, 'megatron.core' in sys.modules)") == (
+        "False False"
+    )
+
+
+def test_no_transformer_engine_is_left_behind() -> None:
+    code = (
+        "from megatron_dspark import platform; platform.prepare(); platform.prepare()\n"
+        "import megatron.bridge.peft.lora_layers, sys, importlib.util\n"
+        "import megatron.core.utils as u\n"
+        "print('transformer_engine' in sys.modules, importlib.util.find_spec('transformer_engine') is None)"
+    )
+    assert run(code) == "False True"
+
+
+def test_changes_nothing_where_cuda_is() -> None:
+    """With CUDA (as `is_available` tells it) neither torch.cuda nor the function modes are touched."""
+    code = (
+        "import torch\n"
+        "torch.cuda.is_available = lambda: True\n"
+        "before = {name: value for name, value in vars(torch.cuda).items()}\n"
+        "modes = torch.overrides._len_torch_function_stack() if hasattr(torch.overrides, "
+        "'_len_torch_function_stack') else torch._C._len_torch_function_stack()\n"
+        "from megatron_dspark import platform; platform.prepare()\n"
+        "same = all(vars(torch.cuda)[name] is value for name, value in before.items())\n"
+        "print(same, torch._C._len_torch_function_stack() - modes)"
+    )
+    assert run(code) == "True 0"
+
+
+def test_cuda_requests_land_on_the_cpu() -> None:
+    code = (
+        "from megatron_dspark import platform; platform.prepare(); import torch\n"
+        "a = torch.zeros(2, device='cuda'); b = torch.ones(2).cuda(); c = b.to('cuda:0'); d = b.to(torch.device('cuda'))\n"
+        "print({t.device.type for t in (a, b, c, d)}, a.type())"
+    )
+    assert run(code) == "{'cpu'} torch.cuda.FloatTensor"
