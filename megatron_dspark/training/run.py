@@ -1,7 +1,6 @@
 """A training run from settings to checkpoints: read top to bottom."""
 
 import contextlib
-import hashlib
 import os
 import time
 from collections.abc import Iterator
@@ -11,27 +10,22 @@ from typing import Any
 
 import torch
 import torch.distributed
-from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import Float16Module
 from rich.table import Table
 
 from megatron_dspark import platform
-from megatron_dspark.builder import DSparkModelBuilder
 from megatron_dspark.config import DSparkModelConfig
 from megatron_dspark.data.chat import ChatSample, load_samples
 from megatron_dspark.data.sampler import MicroBatch, Sampler, validation_batches
 from megatron_dspark.errors import DSparkError
-from megatron_dspark.objective.loss import FractionalDivisor
 from megatron_dspark.objective.metrics import reduce_report
 from megatron_dspark.parallel import process_groups
 from megatron_dspark.targets.folder import TargetConfig, read_target_config
 from megatron_dspark.training.checkpoint import Checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
 from megatron_dspark.training.report import Reporter, peak_memory_bytes
 from megatron_dspark.training.settings import TrainSettings
+from megatron_dspark.training.setup import build_training, check_resumable, describe_data
 from megatron_dspark.training.step import forward_step_dspark
 
 
@@ -83,7 +77,7 @@ def train(settings: TrainSettings, *, resume: bool = True) -> TrainReport:
     data = describe_data(settings)
     checkpoint = find_checkpoint(settings.output)
     if checkpoint is not None:
-        _check_resumable(settings, target, data, checkpoint, resume)
+        check_resumable(settings, target, data, checkpoint, resume)
     samples = load_samples(settings.data, target.folder, settings.max_length)
     held_out = load_samples(settings.validation, target.folder, settings.max_length) if settings.validation else []
     # The sampler's refusals need no process group either.
@@ -289,72 +283,6 @@ class _Clock:
         self._since += time.perf_counter() - before
 
 
-def build_training(
-    settings: TrainSettings, config: DSparkModelConfig, groups: ProcessGroupCollection
-) -> tuple[Any, Any, OptimizerParamScheduler]:
-    """Return the wrapped model, Megatron-Core's optimizer and its schedule."""
-    optimizer_settings = settings.optimizer
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer_settings.distributed
-    )
-    (model,) = DSparkModelBuilder(config).build_distributed_models(
-        groups, ddp_config=ddp, mixed_precision_wrapper=Float16Module, data_parallel_random_init=False
-    )
-    weighted = config.loss_normalizer == "weights"
-    config.transformer.finalize_model_grads_func = (
-        FractionalDivisor(finalize_model_grads) if weighted else finalize_model_grads
-    )
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=optimizer_settings.learning_rate,
-            min_lr=optimizer_settings.min_learning_rate,
-            weight_decay=optimizer_settings.weight_decay,
-            adam_beta1=optimizer_settings.adam_beta1,
-            adam_beta2=optimizer_settings.adam_beta2,
-            adam_eps=optimizer_settings.adam_eps,
-            clip_grad=optimizer_settings.clip_grad,
-            bf16=settings.precision == "bf16",
-            fp16=settings.precision == "fp16",
-            params_dtype=config.transformer.params_dtype,
-            use_distributed_optimizer=optimizer_settings.distributed,
-        ),
-        [model],
-        use_gloo_process_groups=False,
-        pg_collection=groups,
-    )
-    config.transformer.grad_scale_func = optimizer.scale_loss
-    scheduler = OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=optimizer_settings.learning_rate,
-        min_lr=optimizer_settings.min_learning_rate,
-        lr_warmup_steps=settings.warmup_steps,
-        lr_decay_steps=settings.steps,
-        lr_decay_style=optimizer_settings.decay_style,
-        start_wd=optimizer_settings.weight_decay,
-        end_wd=optimizer_settings.weight_decay,
-        wd_incr_steps=settings.steps,
-        wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,
-    )
-    return model, optimizer, scheduler
-
-
-def describe_data(settings: TrainSettings) -> dict[str, Any]:
-    """Return the name and SHA-256 of the training file.
-
-    Raises:
-        DSparkError: the file does not exist.
-    """
-    path = Path(settings.data)
-    if not path.is_file():
-        raise DSparkError(f"the training data {path} does not exist; make it with megatron-dspark prepare")
-    with open(path, "rb") as file:
-        return {"file": path.name, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
 def _sampler(settings: TrainSettings, samples: list[ChatSample], rank: int, size: int) -> Sampler:
     return Sampler(
         samples,
@@ -365,37 +293,3 @@ def _sampler(settings: TrainSettings, samples: list[ChatSample], rank: int, size
         data_parallel_rank=rank,
         data_parallel_size=size,
     )
-
-
-def _check_resumable(
-    settings: TrainSettings, target: TargetConfig, data: dict[str, Any], checkpoint: Checkpoint, resume: bool
-) -> None:
-    if not resume:
-        raise DSparkError(
-            f"{settings.output} already has a checkpoint of step {checkpoint.step}; resume it, or choose another output"
-        )
-    if checkpoint.step > settings.steps:
-        raise DSparkError(
-            f"{settings.output} is already at step {checkpoint.step} and the run is to end at {settings.steps}; raise "
-            "steps or choose another output"
-        )
-    if checkpoint.run["target"]["fingerprint"] != target.fingerprint():
-        raise DSparkError(
-            f"{settings.output} was trained against the target {checkpoint.run['target']['name']} and {target.folder} "
-            "holds another one; point at the same target, or choose another output"
-        )
-    saved_data = checkpoint.run["data"]
-    if saved_data["sha256"] != data["sha256"]:
-        raise DSparkError(
-            f"{settings.output} was trained on {saved_data['file']} (SHA-256 {saved_data['sha256'][:12]}…) and "
-            f"{settings.data} is another file ({data['sha256'][:12]}…); restore the data, or choose another output"
-        )
-    saved = checkpoint.run["settings"]
-    free = {"output", "steps", "log_interval", "validation_interval", "validation_samples", "save_interval"}
-    free |= {"tensorboard", "validation", "parallel", "micro_batch_size", "recompute", "target", "data"}
-    for name, value in settings.as_dict().items():
-        if name not in free and saved.get(name) != value:
-            raise DSparkError(
-                f"{name} was {saved.get(name)!r} in the checkpoint of step {checkpoint.step} and is now {value!r}, "
-                "which would change the result; restore it, or choose another output"
-            )
