@@ -74,11 +74,11 @@ def distribution(logits: torch.Tensor, settings: SamplingSettings) -> torch.Tens
         FP64 probabilities [..., vocab_size]: the acceptance rule compares p with q, and FP64 keeps the error of
         their difference far below anything a draw can resolve.
     """
-    scaled = logits.double() / settings.temperature
-    if 0 < settings.top_k < scaled.shape[-1]:
-        threshold = scaled.topk(settings.top_k, dim=-1).values[..., -1:]
-        scaled = scaled.masked_fill(scaled < threshold, -math.inf)
-    probabilities = torch.softmax(scaled, dim=-1)
+    if 0 < settings.top_k < logits.shape[-1]:
+        # Temperature does not change the order, and selecting is faster in the logits' own dtype.
+        threshold = logits.topk(settings.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < threshold, -math.inf)
+    probabilities = torch.softmax(logits.double() / settings.temperature, dim=-1)
     if settings.top_p < 1:
         threshold = _nucleus_threshold(probabilities, settings.top_p)
         probabilities = probabilities.masked_fill(probabilities < threshold, 0.0)
@@ -89,11 +89,17 @@ def distribution(logits: torch.Tensor, settings: SamplingSettings) -> torch.Tens
 def _nucleus_threshold(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
     """The smallest probability inside the nucleus, [..., 1]."""
     ordered = probabilities.topk(min(_NUCLEUS_GUESS, probabilities.shape[-1]), dim=-1).values
-    if bool((ordered.sum(-1) < top_p).any()):
-        ordered = probabilities.sort(dim=-1, descending=True).values
+    threshold = _smallest_kept(ordered, top_p)
+    wider = ordered.sum(-1) < top_p
+    if bool(wider.any()):
+        threshold[wider] = _smallest_kept(probabilities[wider].sort(dim=-1, descending=True).values, top_p)
+    return threshold
+
+
+def _smallest_kept(ordered: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Of probabilities in falling order, the last one before which less than `top_p` has been reached, [..., 1]."""
     mass_before = ordered.cumsum(-1) - ordered
-    last = (mass_before < top_p).sum(-1, keepdim=True) - 1
-    return ordered.gather(-1, last)
+    return ordered.gather(-1, (mass_before < top_p).sum(-1, keepdim=True) - 1)
 
 
 def draw(probabilities: torch.Tensor, uniform: float) -> int:
