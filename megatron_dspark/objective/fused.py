@@ -190,8 +190,19 @@ class Run:
     """One pass over all rows: the operands in the type they are multiplied in, the results and the gradients."""
 
     def __init__(
-        self, draft, wanted, teacher_hidden, teacher_head, labels, ce_weight, l1_weight, vocab_size, group, chunk_bytes
+        self,
+        draft: tuple[Tensor, Tensor | None, Tensor, Tensor | None],
+        wanted: list[bool],
+        teacher_hidden: Tensor,
+        teacher_head: Tensor,
+        labels: Tensor,
+        ce_weight: Tensor,
+        l1_weight: Tensor,
+        vocab_size: int,
+        group: dist.ProcessGroup | None,
+        chunk_bytes: int | None,
     ) -> None:
+        """Prepare buffers and gradients; `draft` is hidden, latent, lm_head, markov_w2, `wanted` their gradients."""
         hidden, latent, lm_head, markov_w2 = draft
         self.group = group
         self.tp_size, self.tp_rank = (1, 0) if group is None else (group.size(), group.rank())
@@ -201,7 +212,8 @@ class Run:
         operands = [t for t in (*draft, teacher_hidden, teacher_head) if t is not None]
         self.dtype = torch.float64 if any(t.dtype == torch.float64 for t in operands) else torch.float32
         self.on_cpu = hidden.device.type == "cpu"
-        # Tensor cores multiply bf16 into FP32; elsewhere (and for fp16, whose range the gradients leave) in self.dtype.
+        # Tensor cores multiply bf16 and add up in FP32. Elsewhere, and for fp16 whose range the gradients leave, the
+        # operands are widened once: on a CPU that costs an FP32 copy of a bf16 head.
         tensor_cores = hidden.is_cuda and all(t.dtype == torch.bfloat16 for t in operands)
         self.product_dtype = torch.bfloat16 if tensor_cores else self.dtype
 
@@ -234,10 +246,11 @@ class Run:
         budget = chunk_bytes or (CHUNK_BYTES_CPU if self.on_cpu else CHUNK_BYTES_GPU)
         row_bytes = lm_head.shape[0] * self.ce.element_size()
         self.chunk_rows = _chunk_rows(rows, budget // (2 * in_flight * row_bytes))
-        self.block_rows = max(1, CACHE_BYTES // row_bytes) if self.on_cpu else self.chunk_rows
+        cached_rows = max(1, CACHE_BYTES // row_bytes) if self.on_cpu else self.chunk_rows
+        self.block_rows = min(cached_rows, self.chunk_rows)
         chunk_entries = 2 * min(rows, self.chunk_rows) * self.width
         self.buffers = hidden.new_empty(in_flight, chunk_entries, dtype=self.dtype)
-        scratch_rows = min(rows, self.block_rows) if self.on_cpu else 0
+        scratch_rows = self.block_rows if self.on_cpu else 0
         self.scratch = hidden.new_empty(scratch_rows, self.width, dtype=self.dtype)
 
     def all_chunks(self) -> None:
