@@ -45,7 +45,7 @@ def random_rows(
 
     lengths = torch.randint(0, block_size + 1, (blocks,), generator=generator)
     block = torch.arange(blocks).repeat_interleave(lengths)
-    slot = torch.cat([torch.arange(int(length)) for length in lengths]).long()
+    slot = torch.tensor([k for length in lengths.tolist() for k in range(length)], dtype=torch.long)
     count = len(block)
     rows = SupervisedRows(
         hidden=normal(count, hidden),
