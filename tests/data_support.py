@@ -51,3 +51,34 @@ def save_tiny_target(folder: Path, seed: int = 0, scale: float = 0.3) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+DEFAULT_SYSTEM = (
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}{% endif %}" + CHATML
+)
+
+TAGGED = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+# What matters of a reasoning model's template: thoughts are written for the last reply only, earlier ones lose theirs,
+# and with `enable_thinking` off the generation prompt supplies an empty thought.
+THINKING = (
+    "{% set last = namespace(user=-1) %}"
+    "{% for message in messages %}{% if message['role'] == 'user' %}{% set last.user = loop.index0 %}{% endif %}"
+    "{% endfor %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% if '</think>' in message['content'] %}"
+    "{% set thought = message['content'].split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{% set answer = message['content'].split('</think>')[-1].lstrip('\n') %}"
+    "{% else %}{% set thought = '' %}{% set answer = message['content'] %}{% endif %}"
+    "{% if loop.index0 > last.user %}{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}{{ answer }}"
+    "{% else %}{{ message['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{% endif %}"
+)

@@ -181,11 +181,11 @@ def encode_messages(tokenizer: Any, record: dict[str, Any], max_length: int) -> 
         raise DSparkError(f"{where} has no assistant message, so nothing to learn from; give complete conversations")
     if record.get("supervise") == "last":
         turns = turns[-1:]
+    closing = end_of_turn_token(tokenizer, record)
     if _GENERATION_TAG.search(tokenizer.get_chat_template()):
-        ids, spans = _spans_by_tags(tokenizer, record, turns)
+        ids, spans = _spans_by_tags(tokenizer, record, turns, closing)
     else:
         ids, spans = _spans_by_prefix(tokenizer, record, turns)
-    closing = end_of_turn_token(tokenizer, record)
     loss_mask = torch.zeros(len(ids), dtype=torch.bool)
     for turn, (start, stop) in zip(turns, spans, strict=True):
         closings = [position for position in range(start, stop) if ids[position] == closing]
@@ -265,7 +265,9 @@ def _spans_by_prefix(
     return ids, list(zip(cuts[::2], cuts[1::2], strict=True))
 
 
-def _spans_by_tags(tokenizer: Any, record: dict[str, Any], turns: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
+def _spans_by_tags(
+    tokenizer: Any, record: dict[str, Any], turns: list[int], closing: int
+) -> tuple[list[int], list[tuple[int, int]]]:
     """The same from the template's own `{% generation %}` tags, which also hold where earlier turns are rewritten."""
     messages = record["messages"]
     encoded = tokenizer.apply_chat_template(
@@ -277,15 +279,19 @@ def _spans_by_tags(tokenizer: Any, record: dict[str, Any], turns: list[int]) -> 
     )
     ids, marks = encoded["input_ids"], [0, *encoded["assistant_masks"], 0]
     starts = [index for index in range(len(ids)) if marks[index + 1] and not marks[index]]
+    stops = [index + 1 for index in range(len(ids)) if marks[index + 1] and not marks[index + 2]]
     replies = sum(message["role"] == "assistant" for message in messages)
     if len(starts) != replies:
         raise DSparkError(
             f"{_where(record)}: the chat template's generation tags mark {len(starts)} replies and the conversation "
             f"has {replies}; correct the template"
         )
-    # A tag may end before the closing token or after the newline that follows it: the reply reaches to the next one,
-    # and the closing token inside is found by its id.
-    spans = list(zip(starts, [*starts[1:], len(ids)], strict=True))[-len(turns) :]
+    # Some templates end the tag before the closing token.
+    stops = [
+        stop + (ids[stop : stop + 1] == [closing] and closing not in ids[start:stop])
+        for start, stop in zip(starts, stops, strict=True)
+    ]
+    spans = list(zip(starts, stops, strict=True))[-len(turns) :]
     # Where the generation prompt can be rendered, tokens that it supplies are not emitted, whatever the tag says.
     given = _tokenise(tokenizer, _render(tokenizer, record, messages[: turns[-1]], prompt=True))
     if ids[: len(given)] == given:
