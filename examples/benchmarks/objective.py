@@ -2,8 +2,9 @@
 
 fused         megatron_dspark.objective: gradients made chunk by chunk in the forward pass, no [rows, vocab] tensor.
 materialized  the formula written down with plain PyTorch: every intermediate is a [rows, vocab] tensor.
-sliced        both logits materialized, the rest in checkpointed slices of 256 rows, as published trainers do it. The
-              backward of each slice adds a whole [rows, vocab] gradient of zeros: quadratic in the rows.
+sliced        both logits and the cross-entropy materialized, L1 in checkpointed slices of `--slice-rows` rows, 128 as
+              in NeMo AutoModel. A slice's backward fills and adds a whole [rows, vocab] gradient, nearly all of it
+              zeros: the time grows with the square of the rows.
 
 Every measurement has its own process and one thread. On a CPU the time is CPU seconds (the smallest of `--repeat`
 runs) and the peak is that of resident memory over what it was with the inputs in place; on a GPU, seconds and
@@ -36,7 +37,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_dspark.objective.fused import vocab_parallel_ce_l1
 
-SLICE_ROWS = 256
 BLOCK_SIZE = 7
 
 
@@ -53,7 +53,7 @@ class Precision(StrEnum):
 
 @dataclass(frozen=True)
 class Case:
-    impl: str
+    impl: Implementation
     rows: int
     vocab: int
     hidden: int
@@ -62,6 +62,7 @@ class Case:
     dtype: str
     repeat: int
     device: str
+    slice_rows: int
 
 
 @dataclass
@@ -104,7 +105,7 @@ class Problem:
         )
 
 
-def fused(problem: Problem, vocab: int, group: dist.ProcessGroup | None) -> Tensor:
+def fused(problem: Problem, case: Case, group: dist.ProcessGroup | None) -> Tensor:
     return vocab_parallel_ce_l1(
         problem.hidden,
         problem.latent,
@@ -115,7 +116,7 @@ def fused(problem: Problem, vocab: int, group: dist.ProcessGroup | None) -> Tens
         problem.labels,
         problem.ce_weight,
         problem.l1_weight,
-        vocab_size=vocab,
+        vocab_size=case.vocab,
         tp_group=group,
     ).loss
 
@@ -129,23 +130,25 @@ def both_logits(problem: Problem) -> tuple[Tensor, Tensor]:
     return draft, teacher
 
 
-def rows_loss(draft: Tensor, teacher: Tensor, labels: Tensor, ce_weight: Tensor, l1_weight: Tensor) -> Tensor:
-    draft, teacher = draft.float(), teacher.float()
-    ce = F.cross_entropy(draft, labels, reduction="none")
-    l1 = (draft.softmax(-1) - teacher.softmax(-1)).abs().sum(-1)
-    return (ce_weight * ce + l1_weight * l1).sum()
+def l1_distance(draft: Tensor, teacher: Tensor) -> Tensor:
+    return (draft.float().softmax(-1) - teacher.float().softmax(-1)).abs().sum(-1)
 
 
-def materialized(problem: Problem) -> Tensor:
-    return rows_loss(*both_logits(problem), problem.labels, problem.ce_weight, problem.l1_weight)
+def weighted_sum(problem: Problem, draft: Tensor, l1: Tensor) -> Tensor:
+    ce = F.cross_entropy(draft.float(), problem.labels, reduction="none")
+    return (problem.ce_weight * ce + problem.l1_weight * l1).sum()
 
 
-def sliced(problem: Problem) -> Tensor:
-    everything = (*both_logits(problem), problem.labels, problem.ce_weight, problem.l1_weight)
-    total = problem.ce_weight.new_zeros(())
-    for first in range(0, len(problem.labels), SLICE_ROWS):
-        total = total + checkpoint(rows_loss, *(t[first : first + SLICE_ROWS] for t in everything), use_reentrant=False)
-    return total
+def materialized(problem: Problem, case: Case) -> Tensor:
+    draft, teacher = both_logits(problem)
+    return weighted_sum(problem, draft, l1_distance(draft, teacher))
+
+
+def sliced(problem: Problem, case: Case) -> Tensor:
+    draft, teacher = both_logits(problem)
+    slices = [slice(first, first + case.slice_rows) for first in range(0, len(draft), case.slice_rows)]
+    l1 = [checkpoint(l1_distance, draft[rows], teacher[rows], use_reentrant=False) for rows in slices]
+    return weighted_sum(problem, draft, torch.cat(l1))
 
 
 class PeakMemory:
@@ -175,11 +178,10 @@ class PeakMemory:
 
 
 def step(case: Case, problem: Problem, group: dist.ProcessGroup | None) -> float:
-    loss = (
-        {"materialized": materialized, "sliced": sliced}[case.impl](problem)
-        if case.impl != "fused"
-        else fused(problem, case.vocab, group)
-    )
+    if case.impl == Implementation.FUSED:
+        loss = fused(problem, case, group)
+    else:
+        loss = {Implementation.MATERIALIZED: materialized, Implementation.SLICED: sliced}[case.impl](problem, case)
     loss.backward()
     for tensor in (problem.hidden, problem.latent, problem.markov_w2):
         if tensor is not None:
@@ -221,7 +223,7 @@ def run(case: Case) -> dict[str, Any]:
         multiprocessing.spawn(measure, (case, folder), nprocs=case.tp)
         ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(case.tp)]
     return {
-        "impl": case.impl,
+        "impl": str(case.impl),
         "rows": case.rows,
         "vocab": case.vocab,
         "hidden": case.hidden,
@@ -252,6 +254,9 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
             axis.plot([r["rows"] for r in points], [value(r) for r in points], marker="o", label=label)
     for axis, title in zip(axes, ("seconds, forward and backward", "peak GiB over the inputs"), strict=True):
         axis.set(xscale="log", yscale="log", xlabel="supervised rows", title=title)
+        axis.set_xticks(sorted({r["rows"] for r in results}), minor=False)
+        axis.set_xticks([], minor=True)
+        axis.xaxis.set_major_formatter("{x:,.0f}")
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize="small")
     figure.savefig(path, dpi=150)
@@ -265,17 +270,9 @@ def seconds_of(result: dict[str, Any]) -> float:
 def show(results: list[dict[str, Any]], console: Console) -> None:
     device = results[0]["device"]
     table = Table(title=f"Objective, forward + backward, hidden {results[0]['hidden']}, {device}")
-    for column in (
-        "implementation",
-        "rows",
-        "vocabulary",
-        "TP",
-        "CPU s" if device == "cpu" else "s",
-        "of materialized",
-        "peak GiB over inputs",
-        "loss",
-    ):
-        table.add_column(column, justify="left" if column == "implementation" else "right")
+    seconds = "CPU s" if device == "cpu" else "s"
+    for column in ("", "rows", "vocab", "TP", seconds, "relative", "peak GiB", "loss"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
     plain = {(r["rows"], r["vocab"]): seconds_of(r) for r in results if r["impl"] == Implementation.MATERIALIZED}
     for r in results:
         base = plain.get((r["rows"], r["vocab"]))
@@ -290,6 +287,7 @@ def show(results: list[dict[str, Any]], console: Console) -> None:
             f"{r['loss']:.4f}",
         )
     console.print(table)
+    console.print("relative: to the materialized version; peak: resident or allocated memory over the inputs")
 
 
 def main(
@@ -301,6 +299,7 @@ def main(
     tp: Annotated[list[int], typer.Option(help="Ranks that share the vocabulary (fused only).")] = [1],  # noqa: B006
     dtype: Annotated[Precision, typer.Option(help="Type of hidden states and heads.")] = Precision.FP32,
     repeat: Annotated[int, typer.Option(help="Runs of each case; the fastest counts.", min=1)] = 3,
+    slice_rows: Annotated[int, typer.Option(help="Rows of a checkpointed slice (sliced only).", min=1)] = 128,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line instead of the table.")] = False,
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Also draw the results into this file.")] = None,
@@ -308,7 +307,7 @@ def main(
     """Measure the fused objective against materialized and sliced logits."""
     console = Console()
     cases = [
-        Case(str(i), r, v, hidden, markov_rank, t, str(dtype), repeat, device)
+        Case(i, r, v, hidden, markov_rank, t, str(dtype), repeat, device, slice_rows)
         for v in vocab
         for r in rows
         for i in impl

@@ -72,9 +72,7 @@ class Chunk:
             # A rank with padding only: a maximum below every other and nothing summed under it.
             self.own[:, [DRAFT.start, TEACHER.start]] = -torch.inf
         self.every = self.own.new_empty(self.run.tp_size, *self.own.shape)
-        self.exchange = dist.all_gather_into_tensor(
-            self.every.view(-1, COLUMNS), self.own, group=self.run.group, async_op=True
-        )
+        self.exchange = dist.all_gather(list(self.every), self.own, group=self.run.group, async_op=True)
 
     def send_sums(self) -> None:
         """End the first exchange and start the second."""
