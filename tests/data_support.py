@@ -48,7 +48,10 @@ def save_tiny_target(folder: Path, seed: int = 0, scale: float = 0.3) -> Path:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = LlamaForCausalLM(config)
+    # A wider row is the largest logit more often: some answers end by themselves.
+    model.lm_head.weight.data[tokenizer.eos_token_id] *= 2
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
