@@ -100,7 +100,7 @@ def prepare(options: PrepareOptions) -> PrepareReport:
         prompts = [record for name in generated for record in sets[name]]
         if not (output / _RESPONSES).exists():
             left = options.time_limit_seconds
-            left = None if left is None else max(1.0, left - (time.time() - began))
+            left = None if left is None else max(1e-3, left - (time.time() - began))
             report = generate_responses(prompts, folder, output / _RESPONSES, options.generation(left), title="prepare")
             generation = report.as_dict()
             write_json(output / _STARTED, {"options": recorded, "generation": generation})
