@@ -6,7 +6,7 @@ import json
 import pytest
 
 from megatron_dspark.data import prompts
-from megatron_dspark.data.chat import check_record
+from megatron_dspark.data.messages import check_record
 from megatron_dspark.data.prompts import general_prompts, recipe_prompts
 from megatron_dspark.errors import DSparkError
 

@@ -1,4 +1,4 @@
-"""Conversations: JSON lines in, token ids and a loss mask out.
+"""Conversations as the model sees them: token ids and a loss mask.
 
 The mask is on for exactly the tokens that the target itself emits: the assistant's content and the token that closes
 its turn; not the header that the generation prompt supplies, not the newline after the closing token. What counts as
@@ -6,10 +6,9 @@ the header is read from the chat template itself: the ids of a sample up to a re
 feeds the target when it asks for that reply.
 """
 
-import hashlib
-import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,24 +17,23 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
+from megatron_dspark.data.messages import Record, read_messages, where_of
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.files import read_json
 
-ROLES = ("system", "user", "assistant")
-FINISH_REASONS = ("stop", "length")
-SUPERVISE = ("all", "last")
+__all__ = [
+    "ChatSample",
+    "Record",
+    "encode_messages",
+    "encode_prompt",
+    "end_of_turn_token",
+    "load_samples",
+    "load_tokenizer",
+    "read_messages",
+]
 
 _GENERATION_TAG = re.compile(r"{%-?\s*generation\s*-?%}")
 _PROBE = "zzyzx"
-
-
-class Record(dict[str, Any]):
-    """One conversation: `id`, `messages` and the optional keys of the format (docs/formats.md).
-
-    A plain dict that also knows `where` it was read, so that a later error can name file and line.
-    """
-
-    where: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,73 +79,6 @@ def load_tokenizer(folder: str | Path) -> Any:
     return tokenizer
 
 
-def read_messages(path: str | Path) -> list[Record]:
-    """Read a JSON-lines file of conversations or prompts, one object a line; blank lines are skipped.
-
-    A line without an `id` gets one from its messages' digest, so that it does not depend on the line's place.
-
-    Raises:
-        DSparkError: the file is missing or empty, a line is not what the format says, or an id occurs twice.
-    """
-    path = Path(path)
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        raise DSparkError(f"the conversations were expected at {path}, and there is no such file") from None
-    except OSError as error:
-        raise DSparkError(f"the conversations at {path} cannot be read ({error.strerror})") from None
-    records: list[Record] = []
-    seen: dict[str, int] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{path} line {number}"
-        try:
-            value = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise DSparkError(f"{where} is not valid JSON ({error}); write one object on each line") from None
-        record = check_record(value, where)
-        if record["id"] in seen:
-            raise DSparkError(
-                f"{path} has the id {record['id']!r} on line {seen[record['id']]} and again on line {number}; "
-                "make the ids unique"
-            )
-        seen[record["id"]] = number
-        records.append(record)
-    if not records:
-        raise DSparkError(f"{path} holds no conversation; write one JSON object on each line")
-    return records
-
-
-def check_record(value: Any, where: str) -> Record:
-    """`value` as a `Record`; raises DSparkError, beginning with `where`, when it is not in the messages format."""
-    if not isinstance(value, dict):
-        raise DSparkError(f"{where} holds a {type(value).__name__}, expected an object with `messages`")
-    messages = value.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise DSparkError(f"{where} has no list of `messages`; give at least one user message")
-    for index, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
-            found = message.get("role") if isinstance(message, dict) else message
-            raise DSparkError(f"{where}, message {index}: role {found!r} is not one of {', '.join(ROLES)}")
-        if not isinstance(message.get("content"), str):
-            raise DSparkError(f"{where}, message {index}: content is {message.get('content')!r}, expected a string")
-    if next((message["role"] for message in messages if message["role"] != "system"), None) != "user":
-        raise DSparkError(f"{where} does not begin with a user message (after an optional system message)")
-    for key, allowed in (("finish_reason", FINISH_REASONS), ("supervise", SUPERVISE)):
-        if value.get(key, allowed[0]) not in allowed:
-            raise DSparkError(f"{where}: {key} is {value[key]!r}, expected one of {', '.join(allowed)}")
-    for key, kind in (("id", str), ("domain", str), ("template_options", dict)):
-        if key in value and (not isinstance(value[key], kind) or (key == "id" and not value[key])):
-            raise DSparkError(f"{where}: {key} is {value[key]!r}, expected a {kind.__name__}")
-    record = Record(value)
-    if "id" not in record:
-        text = json.dumps(messages, sort_keys=True, ensure_ascii=False)
-        record = Record({"id": hashlib.sha256(text.encode()).hexdigest()[:16], **value})
-    record.where = where
-    return record
-
-
 def encode_prompt(tokenizer: Any, record: dict[str, Any]) -> list[int]:
     """Ids that the target is fed to answer a record whose last message is the user's (generation prompt included).
 
@@ -155,7 +86,7 @@ def encode_prompt(tokenizer: Any, record: dict[str, Any]) -> list[int]:
         DSparkError: the last message is the assistant's, or the chat template refuses the conversation.
     """
     if record["messages"][-1]["role"] == "assistant":
-        raise DSparkError(f"{_where(record)} ends with an assistant message; a prompt ends with the user's")
+        raise DSparkError(f"{where_of(record)} ends with an assistant message; a prompt ends with the user's")
     return _tokenise(tokenizer, _render(tokenizer, record, record["messages"], prompt=True))
 
 
@@ -175,7 +106,7 @@ def encode_messages(tokenizer: Any, record: dict[str, Any], max_length: int) -> 
     """
     if max_length < 2:
         raise DSparkError(f"max_length is {max_length}; a sample needs at least 2 tokens")
-    where, messages = _where(record), record["messages"]
+    where, messages = where_of(record), record["messages"]
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         raise DSparkError(f"{where} has no assistant message, so nothing to learn from; give complete conversations")
@@ -256,12 +187,12 @@ def _spans_by_prefix(
         through = _render(tokenizer, record, messages[: turn + 1], prompt=False)
         if not (whole.startswith(before) and whole.startswith(through) and len(through) >= len(before)):
             raise DSparkError(
-                f"{_where(record)}, message {turn + 1}: the chat template writes this reply differently once the "
+                f"{where_of(record)}, message {turn + 1}: the chat template writes this reply differently once the "
                 'conversation goes on, so its tokens are not those that the target emitted; add "supervise": "last" '
                 "to the record and give one record per reply"
             )
         edges += [len(before), len(through)]
-    ids, cuts = _tokenise_at(tokenizer, whole, edges, _where(record))
+    ids, cuts = _tokenise_at(tokenizer, whole, edges, where_of(record))
     return ids, list(zip(cuts[::2], cuts[1::2], strict=True))
 
 
@@ -270,20 +201,21 @@ def _spans_by_tags(
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """The same from the template's own `{% generation %}` tags, which also hold where earlier turns are rewritten."""
     messages = record["messages"]
-    encoded = tokenizer.apply_chat_template(
-        messages,
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-        **record.get("template_options", {}),
-    )
+    with _refusals_named(record):
+        encoded = tokenizer.apply_chat_template(
+            messages,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **record.get("template_options", {}),
+        )
     ids, marks = encoded["input_ids"], [0, *encoded["assistant_masks"], 0]
     starts = [index for index in range(len(ids)) if marks[index + 1] and not marks[index]]
     stops = [index + 1 for index in range(len(ids)) if marks[index + 1] and not marks[index + 2]]
     replies = sum(message["role"] == "assistant" for message in messages)
     if len(starts) != replies:
         raise DSparkError(
-            f"{_where(record)}: the chat template's generation tags mark {len(starts)} replies and the conversation "
+            f"{where_of(record)}: the chat template's generation tags mark {len(starts)} replies and the conversation "
             f"has {replies}; correct the template"
         )
     # Some templates end the tag before the closing token.
@@ -326,12 +258,18 @@ def _tokenise_at(tokenizer: Any, text: str, edges: Iterable[int], where: str) ->
 
 
 def _render(tokenizer: Any, record: dict[str, Any], messages: list[dict[str, str]], *, prompt: bool) -> str:
-    try:
+    with _refusals_named(record):
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=prompt, **record.get("template_options", {})
         )
+
+
+@contextmanager
+def _refusals_named(record: dict[str, Any]) -> Iterator[None]:
+    try:
+        yield
     except TemplateError as error:
-        raise DSparkError(f"{_where(record)}: the target's chat template refuses it ({error})") from None
+        raise DSparkError(f"{where_of(record)}: the target's chat template refuses it ({error})") from None
 
 
 def _tokenise(tokenizer: Any, text: str) -> list[int]:
@@ -348,7 +286,3 @@ def _validate(sample: ChatSample, whole_length: int, where: str) -> None:
         raise DSparkError(
             f"{where}: all {length} tokens count as the assistant's, so there is no prompt; check the chat template"
         )
-
-
-def _where(record: dict[str, Any]) -> str:
-    return getattr(record, "where", "") or f"record {record.get('id', '(no id)')!r}"

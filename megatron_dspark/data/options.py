@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_dspark.data.chat import SUPERVISE
 from megatron_dspark.data.generate import GenerateSettings
+from megatron_dspark.data.messages import SUPERVISE
 from megatron_dspark.data.prompts import general_prompts, recipe_prompts
 from megatron_dspark.errors import DSparkError
 

@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from typing import Any
 
-from megatron_dspark.data.chat import Record, read_messages
+from megatron_dspark.data.messages import Record, read_messages
 from megatron_dspark.data.options import BUILT_IN_PROMPTS, DEFAULT_TRAIN_SAMPLES, PrepareOptions
 from megatron_dspark.data.prompts import general_prompts
 from megatron_dspark.errors import DSparkError

@@ -1,0 +1,98 @@
+"""The messages format: JSON lines, one conversation (or prompt) a line.
+
+    {"id": "a", "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+
+`messages` holds an optional system message, then user and assistant messages; a prompt ends with the user's. Optional
+keys: `id` (unique; a digest of the messages where it is absent), `domain` (any word), `finish_reason` ("stop", or
+"length" when the last reply was cut off), `supervise` ("all" replies are learned, or the "last" one only) and
+`template_options` (passed to the chat template). Other keys are kept and mean nothing here.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_dspark.errors import DSparkError
+
+ROLES = ("system", "user", "assistant")
+FINISH_REASONS = ("stop", "length")
+SUPERVISE = ("all", "last")
+
+
+class Record(dict[str, Any]):
+    """One conversation: a plain dict that also knows `where` it was read, so that a later error can name it."""
+
+    where: str = ""
+
+
+def read_messages(path: str | Path) -> list[Record]:
+    """Read a JSON-lines file of conversations or prompts, one object a line; blank lines are skipped.
+
+    A line without an `id` gets one from its messages' digest, so that it does not depend on the line's place.
+
+    Raises:
+        DSparkError: the file is missing or empty, a line is not what the format says, or an id occurs twice.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        raise DSparkError(f"the conversations were expected at {path}, and there is no such file") from None
+    except OSError as error:
+        raise DSparkError(f"the conversations at {path} cannot be read ({error.strerror})") from None
+    records: list[Record] = []
+    seen: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path} line {number}"
+        try:
+            value = json.loads(line)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise DSparkError(f"{where} is not valid JSON ({error}); write one object on each line") from None
+        record = check_record(value, where)
+        if record["id"] in seen:
+            raise DSparkError(
+                f"{path} has the id {record['id']!r} on line {seen[record['id']]} and again on line {number}; "
+                "make the ids unique"
+            )
+        seen[record["id"]] = number
+        records.append(record)
+    if not records:
+        raise DSparkError(f"{path} holds no conversation; write one JSON object on each line")
+    return records
+
+
+def check_record(value: Any, where: str) -> Record:
+    """`value` as a `Record`; raises DSparkError, beginning with `where`, when it is not in the messages format."""
+    if not isinstance(value, dict):
+        raise DSparkError(f"{where} holds a {type(value).__name__}, expected an object with `messages`")
+    messages = value.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise DSparkError(f"{where} has no list of `messages`; give at least one user message")
+    for index, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            found = message.get("role") if isinstance(message, dict) else message
+            raise DSparkError(f"{where}, message {index}: role {found!r} is not one of {', '.join(ROLES)}")
+        if not isinstance(message.get("content"), str):
+            raise DSparkError(f"{where}, message {index}: content is {message.get('content')!r}, expected a string")
+    if next((message["role"] for message in messages if message["role"] != "system"), None) != "user":
+        raise DSparkError(f"{where} does not begin with a user message (after an optional system message)")
+    for key, allowed in (("finish_reason", FINISH_REASONS), ("supervise", SUPERVISE)):
+        if value.get(key, allowed[0]) not in allowed:
+            raise DSparkError(f"{where}: {key} is {value[key]!r}, expected one of {', '.join(allowed)}")
+    for key, kind in (("id", str), ("domain", str), ("template_options", dict)):
+        if key in value and (not isinstance(value[key], kind) or (key == "id" and not value[key])):
+            raise DSparkError(f"{where}: {key} is {value[key]!r}, expected a {kind.__name__}")
+    record = Record(value)
+    if "id" not in record:
+        text = json.dumps(messages, sort_keys=True, ensure_ascii=False)
+        record = Record({"id": hashlib.sha256(text.encode()).hexdigest()[:16], **value})
+    record.where = where
+    return record
+
+
+def where_of(record: dict[str, Any]) -> str:
+    """File and line of a record, or its id when it was not read from a file."""
+    return getattr(record, "where", "") or f"record {record.get('id', '(no id)')!r}"
