@@ -1,10 +1,16 @@
-"""A tiny Llama with random weights, a tiny tokenizer and a ChatML template, as a Hugging Face folder."""
+"""A tiny Llama or Qwen3 with random weights, a tiny tokenizer and a ChatML template, as a Hugging Face folder."""
 
 from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -29,11 +35,15 @@ def byte_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
     )
 
 
-def save_tiny_target(folder: Path, seed: int = 0, scale: float = 0.3) -> Path:
+def save_tiny_target(folder: Path, family: str = "llama") -> Path:
     """Two layers, hidden 64; weights wide enough that greedy answers differ from prompt to prompt."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
+    config_class, model_class = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    }[family]
     tokenizer = byte_tokenizer()
-    config = LlamaConfig(
+    config = config_class(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
@@ -42,13 +52,13 @@ def save_tiny_target(folder: Path, seed: int = 0, scale: float = 0.3) -> Path:
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=256,
-        initializer_range=scale,
+        initializer_range=0.3,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = LlamaForCausalLM(config)
+    model = model_class(config)
     # A wider row is the largest logit more often: some answers end by themselves.
     model.lm_head.weight.data[tokenizer.eos_token_id] *= 2
     model.save_pretrained(folder)

@@ -62,15 +62,19 @@ def run(target: Path, output: Path, **settings: Any) -> bytes:
     return output.read_bytes()
 
 
-@pytest.mark.parametrize("rows", [1, 3, 16])
-def test_greedy_answers_are_those_of_transformers_own_generate(decoder, requests, target: Path, rows: int) -> None:
-    reference = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    answers = decode(decoder, requests, rows)
-    assert len({len(tokens) for tokens in answers.values()}) > 3
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_greedy_answers_are_those_of_transformers_own_generate(requests, tmp_path: Path, family: str) -> None:
+    folder = save_tiny_target(tmp_path / family, family)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    expected = {}
     for request in requests:
         ids = torch.tensor([request.prompt])
         output = reference.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=sorted(STOPS), pad_token_id=0)
-        assert answers[request.key] == output[0, len(request.prompt) :].tolist()
+        expected[request.key] = output[0, len(request.prompt) :].tolist()
+    assert len({len(tokens) for tokens in expected.values()}) > 3
+    decoder = Decoder(str(folder), "cpu", "float32", 1)
+    for rows in (1, 3, 16):
+        assert decode(decoder, requests, rows) == expected
 
 
 def test_sampled_answers_depend_on_seed_and_id_only(decoder: Decoder, requests: list[Request]) -> None:
