@@ -51,19 +51,27 @@ def prepare(
     prompts: Annotated[
         str, typer.Option(help='"recipes", "general", or a JSONL file of prompts or of whole conversations.')
     ] = "recipes",
-    train_samples: Annotated[int, typer.Option(help="Conversations to train on.")] = 400,
+    train_samples: Annotated[
+        int | None, typer.Option(help="Conversations to train on; by default 400 built-in ones, or all of a file.")
+    ] = None,
     heldout_samples: Annotated[int, typer.Option(help="Conversations kept for validation and verification.")] = 32,
     max_new_tokens: Annotated[int, typer.Option(help="Longest response, in tokens.")] = 160,
     temperature: Annotated[float, typer.Option(help="Sampling temperature of the responses; 0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus of the responses' sampling.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Most probable tokens kept in sampling; 0 keeps all.")] = 0,
-    batch_size: Annotated[int, typer.Option(help="Responses generated at once.")] = 16,
+    general_heldout_samples: Annotated[
+        int, typer.Option(help="Everyday questions to measure beside a narrow domain (general_heldout.jsonl).")
+    ] = 0,
+    batch_size: Annotated[int, typer.Option(help="Responses generated at once by each worker.")] = 64,
+    workers: Annotated[int, typer.Option(help="Generating processes of one thread each; 0 takes every core.")] = 0,
+    device: Annotated[str, typer.Option(help='"auto", "cpu" or "cuda".')] = "auto",
+    supervise: Annotated[str, typer.Option(help='Train on "all" replies of a conversation or on the "last".')] = "all",
     seed: Annotated[int, typer.Option(help="Seed of prompts and responses.")] = 0,
     keep_responses: Annotated[
         bool, typer.Option("--keep-responses", help="Train on the conversations of a JSONL file as they are.")
     ] = False,
     time_limit: Annotated[
-        float | None, typer.Option(help="Seconds after which no further response is begun; None has no limit.")
+        float | None, typer.Option(help="Seconds after which to be finished; training gets fewer conversations. No limit by default.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -82,7 +90,11 @@ def prepare(
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
+            general_heldout_samples=general_heldout_samples,
             batch_size=batch_size,
+            workers=workers,
+            device=device,
+            supervise=supervise,
             seed=seed,
             keep_responses=keep_responses,
             time_limit_seconds=time_limit,

@@ -9,6 +9,7 @@ from megatron_dspark.errors import DSparkError
 from megatron_dspark.files import read_json, write_json
 from megatron_dspark.hf.export import ExportReport, export_draft
 from megatron_dspark.hf.lint import PROVENANCE_FILE
+from megatron_dspark.hf.rules import without_local_paths
 from megatron_dspark.parallel import process_groups
 from megatron_dspark.training.checkpoint import Checkpoint, find_checkpoint, load_draft_weights
 
@@ -49,7 +50,7 @@ def record_accepted_length(folder: str | Path, measured: dict[str, Any]) -> None
     path = Path(folder) / PROVENANCE_FILE
     record = read_json(path, "the export's record")
     # One entry a way of decoding: a sampled measurement does not replace the greedy one.
-    record["accepted_length"] = {**(record.get("accepted_length") or {}), **measured}
+    record["accepted_length"] = {**(record.get("accepted_length") or {}), **without_local_paths(measured)}
     write_json(path, record)
 
 
