@@ -42,21 +42,20 @@ def megatron_dspark(*arguments: Any, ranks: int = 1, threads: int = 1) -> dict[s
 
 def main(
     minutes: Annotated[float, typer.Option(help="About how long to take on two CPU cores, from 6 upwards.")] = 8,
-    output: Annotated[Path, typer.Option(help="Folder for everything; an interrupted quickstart goes on in it.")] = Path(
-        "quickstart"
-    ),
+    output: Annotated[
+        Path, typer.Option(help="Folder for everything; an interrupted quickstart goes on in it.")
+    ] = Path("quickstart"),
     general: Annotated[bool, typer.Option(help="Verify on general chat too.")] = False,
 ) -> None:
     """Train and verify a DSpark drafter for SmolLM2-135M-Instruct on cooking recipes."""
     started = time.time()
     # What a minute buys was measured on two cores; generation has a time limit besides, for slower machines.
     share = max(minutes - 3, 1)
-    samples = int(60 * share)
-    steps = int(30 * share)
+    samples, steps = int(25.6 * share), int(44 * share)
     data, run, draft = output / "data", output / "run", output / "draft"
     prepared = megatron_dspark(
         *("prepare", "--target", "smollm2", "--prompts", "recipes", "--output", data),
-        *("--train-samples", samples, "--heldout-samples", 24, "--max-new-tokens", 128),
+        *("--train-samples", samples, "--heldout-samples", 16, "--max-new-tokens", 96),
         threads=CORES,
     )
     target = prepared["target_folder"]
@@ -69,8 +68,8 @@ def main(
         megatron_dspark("export", run, "--output", draft)
     verified = {
         name: megatron_dspark(
-            *("verify", "--draft", draft, "--target", target, "--prompts", prompts, "--limit", 8),
-            *("--temperature", temperature, "--record"),
+            *("verify", "--draft", draft, "--target", target, "--prompts", prompts, "--limit", 6),
+            *("--temperature", temperature, "--max-new-tokens", 80, "--record"),
         )
         for name, prompts, temperature in ways(data, general)
     }

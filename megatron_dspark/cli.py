@@ -28,7 +28,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON
 
 
 def main() -> None:
-    """Run the command line. Results alone go to standard output; what a person did wrong is one sentence and exit code 2, never a traceback."""
+    """Run the command line.
+
+    Results alone go to standard output; what a person did wrong is one sentence and exit code 2, never a traceback.
+    """
     # Megatron-Core and Bridge announce every missing optional package at import.
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
     logging.disable(logging.WARNING)
@@ -71,7 +74,8 @@ def prepare(
         bool, typer.Option("--keep-responses", help="Train on the conversations of a JSONL file as they are.")
     ] = False,
     time_limit: Annotated[
-        float | None, typer.Option(help="Seconds after which to be finished; training gets fewer conversations. No limit by default.")
+        float | None,
+        typer.Option(help="Seconds in which to finish, with fewer conversations if need be."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -105,9 +109,7 @@ def prepare(
 
 @app.command()
 def train(
-    recipe: Annotated[
-        str, typer.Option(help="A recipe function, as FILE.py:FUNCTION, that returns TrainSettings.")
-    ],
+    recipe: Annotated[str, typer.Option(help="A recipe function, as FILE.py:FUNCTION, that returns TrainSettings.")],
     target: Annotated[Path | None, typer.Option(help="Hugging Face folder of the target.")] = None,
     data: Annotated[Path | None, typer.Option(help="JSONL of training conversations.")] = None,
     validation: Annotated[Path | None, typer.Option(help="JSONL of held-out conversations.")] = None,

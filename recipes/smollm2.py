@@ -7,16 +7,17 @@ from megatron_dspark.training.settings import DraftSettings, OptimizerSettings, 
 def quickstart() -> TrainSettings:
     """Two draft layers on one narrow domain: trains in minutes on two CPU cores."""
     return TrainSettings(
-        steps=120,
+        steps=220,
         global_batch_size=4,
-        micro_batch_size=4,
+        micro_batch_size=2,
         max_length=320,
-        num_anchors=12,
+        num_anchors=10,
         precision="fp32",
-        log_interval=5,
-        validation_interval=40,
+        feature_memory_gib=2.0,
+        log_interval=10,
+        validation_interval=55,
         validation_samples=16,
-        save_interval=60,
+        save_interval=110,
         draft=DraftSettings(
             num_layers=2,
             block_size=7,
@@ -24,7 +25,7 @@ def quickstart() -> TrainSettings:
             mask_token_id=SMOLLM2_MASK_TOKEN_ID,
             markov_rank=64,
         ),
-        optimizer=OptimizerSettings(learning_rate=5e-3, warmup_share=0.2),
+        optimizer=OptimizerSettings(learning_rate=5e-3, warmup_share=0.12),
     )
 
 

@@ -84,9 +84,25 @@ def test_run_tells_what_happened(reference: tuple[Path, dict[str, torch.Tensor]]
     lines = read_metrics(run, "train")
     # Every second step by the recipe, the first, and the last although it is odd.
     assert [line["step"] for line in lines] == [1, 2, 4, 5]
-    expected = ("loss", "ce_loss", "l1_loss", "confidence_loss", "accept_rate", "accept_rate@0", "tau", "top1_agreement@0")
+    expected = (
+        "loss",
+        "ce_loss",
+        "l1_loss",
+        "confidence_loss",
+        "accept_rate",
+        "accept_rate@0",
+        "tau",
+        "top1_agreement@0",
+    )
     expected += ("confidence_abs_error", "confidence_bias", "confidence_prefix_bias", "supervised_slots_per_block")
-    expected += ("anchors_per_sample", "grad_norm", "learning_rate", "tokens_per_second", "step_seconds", "peak_memory_gib")
+    expected += (
+        "anchors_per_sample",
+        "grad_norm",
+        "learning_rate",
+        "tokens_per_second",
+        "step_seconds",
+        "peak_memory_gib",
+    )
     for name in expected:
         assert name in lines[-1], name
     validation = read_metrics(run, "validation")
@@ -106,9 +122,7 @@ def test_warm_up_follows_the_share() -> None:
     assert settings.warmup_steps == 0
 
 
-def test_resume_equals_an_uninterrupted_run(
-    reference: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
+def test_resume_equals_an_uninterrupted_run(reference: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     run, _ = reference
     again = tmp_path / "run"
     shutil.copytree(run, again)
@@ -152,20 +166,21 @@ def test_altered_checkpoint_is_refused(reference: tuple[Path, dict[str, torch.Te
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 0xFF
     data.write_bytes(content)
-    with pytest.raises(DSparkError, match="step-0000005 cannot be read .* step 3 is the newest other one"):
+    with pytest.raises(DSparkError, match=r"step-0000005 cannot be read .* step 3 is the newest other one"):
         train(tiny_settings(again, steps=6))
 
 
-def test_refuses_before_any_file_is_made(
-    reference: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
+def test_refuses_before_any_file_is_made(reference: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     refusals: list[tuple[dict[str, Any], str]] = [
-        ({"global_batch_size": 3, "micro_batch_size": 2}, "global_batch_size 3 is not a multiple of micro_batch_size 2"),
+        (
+            {"global_batch_size": 3, "micro_batch_size": 2},
+            "global_batch_size 3 is not a multiple of micro_batch_size 2",
+        ),
         ({"draft.mask_token_id": "null"}, "draft.mask_token_id is not set"),
         ({"draft.mask_token_id": 10**6}, "outside the vocabulary"),
         ({"draft.target_layer_ids": "[5,2]"}, "must strictly increase"),
         ({"target": tmp_path / "nowhere"}, "does not exist"),
-        ({"data": tmp_path / "nowhere.jsonl"}, "training data .* does not exist"),
+        ({"data": tmp_path / "nowhere.jsonl"}, r"training data .* does not exist"),
         ({"precision": "int8"}, "precision is 'int8'"),
         ({"steps": 0}, "steps must be at least 1"),
         ({"optimizer.warmup_share": 1.5}, "warmup_share must be in"),
@@ -180,7 +195,7 @@ def test_refuses_before_any_file_is_made(
         tiny_settings(tmp_path / "run", steps="many")
     with pytest.raises(DSparkError, match="already has a checkpoint of step 5"):
         train(tiny_settings(reference[0]), resume=False)
-    with pytest.raises(DSparkError, match="seed was .* and is now 7"):
+    with pytest.raises(DSparkError, match=r"seed was .* and is now 7"):
         train(tiny_settings(reference[0], seed=7))
     other = tmp_path / "other.jsonl"
     other.write_text((TINY / "data/heldout.jsonl").read_text())

@@ -24,14 +24,19 @@ class MicroBatch:
         input_ids: [B, S] int64.
         loss_mask: [B, S] bool, False on padding.
         anchors: [B, A] int64, increasing in each row, −1 for padding.
-        num_tokens: tokens without padding.
+        lengths: tokens of each row without padding.
     """
 
     sample_ids: list[str]
     input_ids: Tensor
     loss_mask: Tensor
     anchors: Tensor
-    num_tokens: int
+    lengths: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens without padding."""
+        return sum(self.lengths)
 
 
 class Sampler:
@@ -97,7 +102,7 @@ class Sampler:
 
 
 def collate(samples: Sequence[ChatSample], anchors: Sequence[Tensor]) -> MicroBatch:
-    """Pad `samples` and their `anchors` into one micro-batch (at least one anchor column, even when all are padding)."""
+    """Pad `samples` and their `anchors` into one micro-batch, of at least one anchor column."""
     length = max(len(sample.input_ids) for sample in samples)
     count = max(1, *(len(drawn) for drawn in anchors))
     input_ids = torch.zeros(len(samples), length, dtype=torch.int64)
@@ -112,7 +117,7 @@ def collate(samples: Sequence[ChatSample], anchors: Sequence[Tensor]) -> MicroBa
         input_ids=input_ids,
         loss_mask=loss_mask,
         anchors=padded_anchors,
-        num_tokens=sum(len(sample.input_ids) for sample in samples),
+        lengths=[len(sample.input_ids) for sample in samples],
     )
 
 

@@ -19,6 +19,8 @@ from megatron_dspark.config import DSparkModelConfig
 from megatron_dspark.data.chat import ChatSample, load_samples
 from megatron_dspark.data.sampler import MicroBatch, Sampler, validation_batches
 from megatron_dspark.errors import DSparkError
+from megatron_dspark.features.colocated import TargetFeatures
+from megatron_dspark.features.memory import FeatureMemory
 from megatron_dspark.objective.metrics import reduce_report
 from megatron_dspark.parallel import process_groups
 from megatron_dspark.targets.folder import TargetConfig, read_target_config
@@ -115,6 +117,10 @@ class _Run:
             data_parallel_rank=rank,
             data_parallel_size=size,
         )
+        self.memory = None
+        if settings.feature_memory_gib > 0:
+            limit = int(settings.feature_memory_gib * 2**30)
+            self.memory = FeatureMemory(self.module.target.capture, limit)
         self.forward_backward = get_forward_backward_func()
         self.reporter = Reporter(
             Path(settings.output),
@@ -184,13 +190,16 @@ class _Run:
     def _pass(self, batches: list[MicroBatch], forward_only: bool) -> list[dict[str, torch.Tensor]]:
         return self.forward_backward(
             forward_step_func=forward_step_dspark,
-            data_iterator=iter(batches),
+            data_iterator=iter(batches) if self.memory is None else map(self._with_features, batches),
             model=[self.model],
             num_microbatches=len(batches),
             seq_length=self.settings.max_length,
             micro_batch_size=self.settings.micro_batch_size,
             forward_only=forward_only,
         )
+
+    def _with_features(self, batch: MicroBatch) -> tuple[MicroBatch, TargetFeatures]:
+        return batch, self.memory.features(batch.input_ids.to(platform.device()), batch.lengths)
 
     def _refuse_non_finite(self, reports: list[dict[str, torch.Tensor]], batches: list[MicroBatch]) -> None:
         for report, batch in zip(reports, batches, strict=True):

@@ -100,6 +100,8 @@ class TrainSettings:
     seed: int = 1234
     precision: str = "fp32"
     transformer_impl: str = "local"
+    feature_memory_gib: float = 0.0
+    """Memory of each rank for captured features, so that later epochs do not run the target again; 0 keeps none."""
     recompute: bool = False
     """Recompute the draft's layers in the backward instead of keeping their activations."""
 
@@ -147,6 +149,8 @@ class TrainSettings:
                 raise DSparkError(f"{name} must be at least 1, and it is {getattr(self, name)}")
         if self.max_length < 2:
             raise DSparkError(f"max_length must be at least 2 tokens, and it is {self.max_length}")
+        if self.feature_memory_gib < 0:
+            raise DSparkError(f"feature_memory_gib must not be negative, and it is {self.feature_memory_gib}")
         if self.precision not in PRECISIONS:
             raise DSparkError(f"precision is {self.precision!r} and must be one of {', '.join(PRECISIONS)}")
         if self.transformer_impl not in ("local", "transformer_engine"):

@@ -9,17 +9,21 @@ from torch import Tensor
 
 from megatron_dspark.data.sampler import MicroBatch
 from megatron_dspark.errors import DSparkError
+from megatron_dspark.features.colocated import TargetFeatures
 from megatron_dspark.objective.loss import FractionalDivisor
 from megatron_dspark.platform import device
 
 
 def forward_step_dspark(
-    data_iterator: Iterator[MicroBatch], model: Any, return_schedule_plan: bool = False
+    data_iterator: Iterator[MicroBatch | tuple[MicroBatch, TargetFeatures]],
+    model: Any,
+    return_schedule_plan: bool = False,
 ) -> tuple[Tensor, partial]:
     """Run one micro-batch; the function that Megatron-Core's schedules and Megatron-Bridge's `pretrain` call.
 
     Args:
-        data_iterator: yields micro-batches.
+        data_iterator: yields micro-batches, or pairs of a micro-batch and its features; without features the model
+            captures them.
         model: `DSparkModel`, possibly wrapped in DDP and mixed precision.
         return_schedule_plan: Megatron-Core's overlapped mixture-of-experts schedule; the draft has none.
 
@@ -29,10 +33,16 @@ def forward_step_dspark(
     """
     if return_schedule_plan:
         raise ValueError("return_schedule_plan is for mixture-of-experts overlap, which the draft has no use for")
-    batch = next(data_iterator)
+    batch, features = next(data_iterator), None
+    if isinstance(batch, tuple):
+        batch, features = batch
     where = device()
     numerator, num_tokens, report = model(
-        input_ids=batch.input_ids.to(where), loss_mask=batch.loss_mask.to(where), anchors=batch.anchors.to(where)
+        input_ids=batch.input_ids.to(where),
+        loss_mask=batch.loss_mask.to(where),
+        anchors=batch.anchors.to(where),
+        taps=None if features is None else features.taps,
+        final_hidden=None if features is None else features.final_hidden,
     )
     if num_tokens.is_floating_point():
         # The sum of slot weights is no whole number, and Megatron-Core counts in whole numbers only.
