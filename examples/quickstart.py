@@ -53,12 +53,12 @@ def main(
     share = max(minutes - 3, 1)
     samples, steps = int(25.6 * share), int(44 * share)
     data, run, draft = output / "data", output / "run", output / "draft"
-    prepared = megatron_dspark(
+    megatron_dspark(
         *("prepare", "--target", "smollm2", "--prompts", "recipes", "--output", data),
         *("--train-samples", samples, "--heldout-samples", 16, "--max-new-tokens", 96),
         threads=CORES,
     )
-    target = prepared["target_folder"]
+    target = data / "target"
     trained = megatron_dspark(
         *("train", "--recipe", ROOT / "recipes/smollm2.py:quickstart", "--target", target, "--output", run),
         *("--data", data / "train.jsonl", "--validation", data / "heldout.jsonl", "--steps", steps),

@@ -18,7 +18,7 @@ def small() -> TrainSettings:
         validation_samples=16,
         save_interval=50,
         draft=DraftSettings(
-            num_layers=2, block_size=7, target_layer_ids=[1, 2, 3], mask_token_id=MASK_TOKEN_ID, markov_rank=32
+            num_layers=2, block_size=7, target_layer_ids=[1, 3, 5], mask_token_id=MASK_TOKEN_ID, markov_rank=32
         ),
         optimizer=OptimizerSettings(learning_rate=5e-3, warmup_share=0.1),
     )

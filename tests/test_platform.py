@@ -44,7 +44,8 @@ def test_changes_nothing_where_cuda_is() -> None:
 def test_cuda_requests_land_on_the_cpu() -> None:
     code = (
         "from megatron_dspark import platform; platform.prepare(); import torch\n"
-        "a = torch.zeros(2, device='cuda'); b = torch.ones(2).cuda(); c = b.to('cuda:0'); d = b.to(torch.device('cuda'))\n"
+        "a = torch.zeros(2, device='cuda'); b = torch.ones(2).cuda()\n"
+        "c = b.to('cuda:0'); d = b.to(torch.device('cuda'))\n"
         "print({t.device.type for t in (a, b, c, d)}, a.type())"
     )
     assert run(code) == "{'cpu'} torch.cuda.FloatTensor"
