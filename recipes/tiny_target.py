@@ -8,9 +8,9 @@ MASK_TOKEN_ID = 3
 def small() -> TrainSettings:
     """A drafter that learns the tiny target's recipes in a minute or two."""
     return TrainSettings(
-        steps=150,
-        global_batch_size=8,
-        micro_batch_size=8,
+        steps=300,
+        global_batch_size=4,
+        micro_batch_size=4,
         max_length=256,
         num_anchors=16,
         log_interval=10,
@@ -18,7 +18,7 @@ def small() -> TrainSettings:
         validation_samples=16,
         save_interval=50,
         draft=DraftSettings(
-            num_layers=2, block_size=7, target_layer_ids=[1, 3, 5], mask_token_id=MASK_TOKEN_ID, markov_rank=32
+            num_layers=2, block_size=7, mask_token_id=MASK_TOKEN_ID, markov_rank=32, initializer_std=0.06
         ),
         optimizer=OptimizerSettings(learning_rate=5e-3, warmup_share=0.1),
     )
