@@ -8,6 +8,7 @@ from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
 
 from megatron_dspark.blocks import BlockLayout, attention_mask, lay_out_blocks
@@ -118,6 +119,22 @@ class DSparkDraft(MegatronModule):
         )
         hidden = self.block_hidden(layout, taps, positions, documents)
         return self.supervised_rows(layout, hidden, final_hidden)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Return every part's sharded state, layer by layer.
+
+        Megatron-Core asks a plain ModuleList for nothing and would take its whole contents for replicated tensors.
+        """
+        state: dict = {}
+        for name, child in self.named_children():
+            parts = {f"{name}.{number}.": layer for number, layer in child.named_children()}
+            for part, module in (parts if child is self.layers else {f"{name}.": child}).items():
+                state.update(
+                    sharded_state_dict_default(
+                        module, f"{prefix}{part}", sharded_offsets, metadata, tp_group=self.pg_collection.tp
+                    )
+                )
+        return state
 
     def context_features(self, taps: Tensor) -> Tensor:
         """Return c = RMSNorm(W_fc · taps), [S, B, d], for `taps` [S, B, m·d]."""

@@ -149,7 +149,10 @@ def _sharded_state(model: Any, optimizer: Any, scheduler: Any, loading: bool) ->
     parameters = model.sharded_state_dict()
     return {
         "model": parameters,
-        "optimizer": optimizer.sharded_state_dict(parameters, is_loading=loading),
+        # The layout of a distributed optimizer's state that loads at another data-parallel size; others ignore it.
+        "optimizer": optimizer.sharded_state_dict(
+            parameters, is_loading=loading, metadata={"distrib_optim_sharding_type": "fully_reshardable"}
+        ),
         "scheduler": scheduler.state_dict(),
     }
 
