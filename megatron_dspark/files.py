@@ -1,5 +1,6 @@
 """Files and folders that appear whole or not at all."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -76,3 +77,9 @@ def read_json(path: str | Path, what: str) -> Any:
         raise DSparkError(f"{what} was expected at {path}, and there is no such file") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DSparkError(f"{what} at {path} is not valid JSON ({error})") from None
+
+
+def sha256(path: str | Path) -> str:
+    """Return the SHA-256 of a file's bytes, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

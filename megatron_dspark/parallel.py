@@ -32,6 +32,9 @@ def process_groups(tensor_parallel_size: int, seed: int) -> Iterator[ProcessGrou
                 platform.communication_backend(),
                 **(dict(init_method=f"file://{folder}/store", rank=0, world_size=1) if alone else {}),
             )
+        # A process that already had a layout (another run, a notebook) gets this one.
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel_size)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         torch.manual_seed(seed)

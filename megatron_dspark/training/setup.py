@@ -1,6 +1,5 @@
 """What a run is made of before its first step: modules, optimizer, schedule, and whether it may go on."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron_dspark.builder import DSparkModelBuilder
 from megatron_dspark.config import DSparkModelConfig
 from megatron_dspark.errors import DSparkError
+from megatron_dspark.files import sha256
 from megatron_dspark.objective.loss import FractionalDivisor
 from megatron_dspark.targets.folder import TargetConfig
 from megatron_dspark.training.checkpoint import Checkpoint
@@ -81,8 +81,7 @@ def describe_data(settings: TrainSettings) -> dict[str, Any]:
     path = Path(settings.data)
     if not path.is_file():
         raise DSparkError(f"the training data {path} does not exist; make it with megatron-dspark prepare")
-    with open(path, "rb") as file:
-        return {"file": path.name, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return {"file": path.name, "sha256": sha256(path)}
 
 
 def check_resumable(
