@@ -146,6 +146,34 @@ def context_visibility(layout: BlockLayout, context_length: int, documents: Tens
     return visible
 
 
+def context_spans(layout: BlockLayout, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return what `context_visibility` says as one span of rows a block: from the document's start to the anchor.
+
+    Args:
+        layout: the micro-batch's blocks.
+        documents: [B, S] document of each row, each document in one piece; None for one document a row.
+
+    Returns:
+        starts, ends: [B, A] the first visible row and the row after the last; equal where there is none.
+    """
+    starts = torch.zeros_like(layout.anchors)
+    if documents is not None:
+        rows = torch.arange(documents.shape[1], device=documents.device)
+        begins = torch.ones_like(documents, dtype=torch.bool)
+        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        starts = torch.where(begins, rows, 0).cummax(dim=1).values.gather(1, layout.anchors)
+    return starts, torch.where(layout.valid, layout.anchors, starts)
+
+
+def visible_rows(layout: BlockLayout, context_length: int, documents: Tensor | None = None) -> Tensor:
+    """Return which context rows at least one block sees: [B, S] bool."""
+    starts, ends = context_spans(layout, documents)
+    changes = torch.zeros(len(starts), context_length + 1, dtype=torch.int64, device=starts.device)
+    ones = torch.ones_like(starts)
+    changes.scatter_add_(1, starts, ones).scatter_add_(1, ends, -ones)
+    return changes.cumsum(1)[:, :context_length] > 0
+
+
 def attention_mask(layout: BlockLayout, context_length: int, documents: Tensor | None = None) -> Tensor:
     """Return the dense mask over [context rows, block rows]: the context a block may see, and its whole self.
 

@@ -27,6 +27,7 @@ register_allowed_target_prefix("megatron_dspark.")
 
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 LOSS_NORMALIZERS = ("tokens", "weights")
+BLOCK_ATTENTIONS = ("prefix", "flex", "dense")
 
 
 def default_target_layer_ids(num_target_layers: int, count: int = 5) -> list[int]:
@@ -69,6 +70,9 @@ class DSparkModelConfig(GPTModelConfig):
     """A: anchors drawn for each sample and epoch."""
     allow_unservable_taps: bool = False
     """Permit taps −1 and num_target_layers − 1, which no serving engine can capture for dense targets."""
+
+    block_attention: Literal["prefix", "flex", "dense"] = "prefix"
+    """How the draft attends (see `model.block_attention`): all give the same; "flex" is for CUDA, "dense" for tests."""
 
     # ---- heads
     markov_rank: int = 256
@@ -303,6 +307,10 @@ def _check_block_and_taps(config: DSparkModelConfig) -> None:
         raise DSparkError(
             f"target_layer_ids {taps} name layer {-1 if taps[0] == -1 else last}, which no serving engine can capture; "
             f"stay inside 0 … {last - 1}, or set allow_unservable_taps for an experiment"
+        )
+    if config.block_attention not in BLOCK_ATTENTIONS:
+        raise DSparkError(
+            f"block_attention is {config.block_attention!r} and must be one of {', '.join(BLOCK_ATTENTIONS)}"
         )
 
 

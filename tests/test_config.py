@@ -56,6 +56,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"target_layer_ids": [1, 7]}, "name layer 7, which no serving engine can capture"),
     ({"mask_token_id": 128}, "mask_token_id 128 is outside the vocabulary of 128"),
     ({"mask_token_id": -1}, "mask_token_id -1 is outside"),
+    ({"block_attention": "sparse"}, "block_attention is 'sparse' and must be one of prefix, flex, dense"),
     ({"markov_rank": 0}, "markov_rank is 0 while markov_head_type names a vanilla head"),
     ({"markov_head_type": "lstm"}, "markov_head_type is 'lstm' and must be one of vanilla, gated, rnn"),
     ({"block_size": 0}, "block_size must be at least 1"),

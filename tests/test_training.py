@@ -182,6 +182,7 @@ def test_refuses_before_any_file_is_made(reference: tuple[Path, dict[str, torch.
         ({"target": tmp_path / "nowhere"}, "does not exist"),
         ({"data": tmp_path / "nowhere.jsonl"}, r"training data .* does not exist"),
         ({"precision": "int8"}, "precision is 'int8'"),
+        ({"block_attention": "flex"}, "block_attention is 'flex', which needs CUDA"),
         ({"steps": 0}, "steps must be at least 1"),
         ({"optimizer.warmup_share": 1.5}, "warmup_share must be in"),
     ]

@@ -11,9 +11,10 @@ from tests.megatron import process_groups, tiny_config
 LENGTH, ANCHORS = 24, (3, 9, 15, 21)
 
 
-@pytest.fixture(scope="module")
-def model() -> DSparkModel:
-    return DSparkModelBuilder(tiny_config(markov_head_type="rnn")).build_model(process_groups())
+@pytest.fixture(scope="module", params=("prefix", "dense"))
+def model(request: pytest.FixtureRequest) -> DSparkModel:
+    config = tiny_config(markov_head_type="rnn", block_attention=request.param)
+    return DSparkModelBuilder(config).build_model(process_groups())
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -135,6 +136,10 @@ def test_packed_row_equals_its_documents(model: DSparkModel) -> None:
     for name, value in expected.items():
         if name != "anchors_per_sample":
             torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
+    # What stands after a document's last anchor, before the next document's rows, reaches nobody.
+    packed["taps"][ANCHORS[-1] : LENGTH] = torch.nan
+    again = loss_and_gradients(model, packed)
+    assert_same(again, found)
 
 
 def test_anchor_draw_is_keyed_and_eligible() -> None:

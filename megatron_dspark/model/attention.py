@@ -10,6 +10,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
+from megatron_dspark.model.block_attention import Attend
+
 
 @dataclass(frozen=True)
 class DraftAttentionInputs:
@@ -20,13 +22,13 @@ class DraftAttentionInputs:
 
     Attributes:
         context: [S, B, d] context features c, the same for every layer.
-        mask: [B, 1, A·γ, S + A·γ] bool, True where a slot attends.
+        attend: the attention of this micro-batch's blocks, see `block_attention`.
         block_rotation: cosine and sine, each [A·γ, B, 1, head_dim], at the slots' positions.
         context_rotation: cosine and sine, each [S, B, 1, head_dim], at the context rows' positions.
     """
 
     context: Tensor
-    mask: Tensor
+    attend: Attend
     block_rotation: tuple[Tensor, Tensor]
     context_rotation: tuple[Tensor, Tensor]
 
@@ -118,42 +120,21 @@ class DraftAttention(MegatronModule):
 
         Args:
             hidden_states: [A·γ, B, d] normed slots.
-            attention_mask: the context, mask and rotary tables of this micro-batch.
+            attention_mask: the context, attention and rotary tables of this micro-batch.
 
         Returns:
             The output [A·γ, B, d] and the output bias (None without biases), added by the layer.
         """
         inputs = attention_mask
-        query = rotate(self.q_layernorm(self._heads(self.linear_q, hidden_states)), inputs.block_rotation)
-        key = torch.cat(
-            [
-                rotate(self.k_layernorm(self._heads(self.linear_k, inputs.context)), inputs.context_rotation),
-                rotate(self.k_layernorm(self._heads(self.linear_k, hidden_states)), inputs.block_rotation),
-            ]
+        attended = inputs.attend(
+            rotate(self.q_layernorm(self._heads(self.linear_q, hidden_states)), inputs.block_rotation),
+            rotate(self.k_layernorm(self._heads(self.linear_k, inputs.context)), inputs.context_rotation),
+            self._heads(self.linear_v, inputs.context),
+            rotate(self.k_layernorm(self._heads(self.linear_k, hidden_states)), inputs.block_rotation),
+            self._heads(self.linear_v, hidden_states),
         )
-        value = torch.cat([self._heads(self.linear_v, inputs.context), self._heads(self.linear_v, hidden_states)])
-        attended = dense_attention(query, key, value, inputs.mask)
         return self.linear_proj(attended.flatten(2))
 
     def _heads(self, linear: MegatronModule, rows: Tensor) -> Tensor:
         projected, _ = linear(rows)
         return projected.unflatten(-1, (-1, self.head_dim))
-
-
-def dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """Scaled dot-product attention under a dense mask.
-
-    Args:
-        query: [n, B, heads, head_dim].
-        key: [rows, B, key/value heads, head_dim].
-        value: like `key`.
-        mask: [B, 1, n, rows] bool.
-
-    Returns:
-        [n, B, heads, head_dim].
-    """
-    query, key, value = (rows.permute(1, 2, 0, 3) for rows in (query, key, value))
-    attended = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return attended.permute(2, 0, 1, 3)

@@ -1,5 +1,6 @@
 """The DSpark draft: taps to context, blocks through the backbone, heads, supervised rows."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,11 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
 
-from megatron_dspark.blocks import BlockLayout, attention_mask, lay_out_blocks
+from megatron_dspark.blocks import BlockLayout, lay_out_blocks, visible_rows
 from megatron_dspark.config import DSparkModelConfig
 from megatron_dspark.model.attention import DraftAttentionInputs, rotary_tables
 from megatron_dspark.model.backbone import draft_layer_spec, linear_backend
+from megatron_dspark.model.block_attention import block_attention
 from megatron_dspark.model.heads import MARKOV_HEADS, ConfidenceHead, VocabParallelTable
 from megatron_dspark.model.norm import DraftRMSNorm
 from megatron_dspark.objective.loss import SupervisedRows
@@ -146,14 +148,14 @@ class DSparkDraft(MegatronModule):
     ) -> Tensor:
         """Return the post-norm hidden state of every slot, [B, A, γ, d]."""
         batch, blocks, size = layout.input_ids.shape
-        # Rows at or after the last anchor are context of no block; leaving them out also keeps whatever stands in
-        # padding (even NaN) away from the keys.
+        # Rows at or after the last anchor are context of no block. Rows that no block sees are cleared, so that
+        # whatever stands there (even NaN) stays away from the keys: a masked NaN still spoils a product.
         length = max(int(layout.anchors.max()), 1)
         row_positions = torch.arange(length, device=taps.device).expand(batch, -1)
         if positions is not None:
             row_positions = positions[:, :length]
-        needed = torch.arange(length, device=taps.device)[:, None] < layout.anchors.max(dim=1).values
-        context = self.context_features(torch.where(needed[..., None], taps[:length], 0))
+        needed = visible_rows(layout, length, documents).t()[..., None]
+        context = self.context_features(torch.where(needed, taps[:length], 0))
 
         embedded = self.embed_tokens(layout.input_ids.view(batch, blocks * size)).transpose(0, 1).contiguous()
 
@@ -162,7 +164,7 @@ class DSparkDraft(MegatronModule):
 
         inputs = DraftAttentionInputs(
             context=context,
-            mask=attention_mask(layout, length, documents),
+            attend=block_attention(self.dspark_config.block_attention, layout, length, documents),
             block_rotation=rotation(layout.positions.view(batch, blocks * size)),
             context_rotation=rotation(row_positions),
         )
@@ -224,6 +226,6 @@ class DSparkDraft(MegatronModule):
 
 def _recomputed_layer(layer: Any, inputs: DraftAttentionInputs, hidden: Tensor, context: Tensor) -> Tensor:
     # The context is an argument of its own so that recomputation finds its gradient.
-    inputs = DraftAttentionInputs(context, inputs.mask, inputs.block_rotation, inputs.context_rotation)
+    inputs = replace(inputs, context=context)
     output, _ = layer(hidden, attention_mask=inputs)
     return output

@@ -8,6 +8,7 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megatron_dspark import platform
 from megatron_dspark.config import DSparkModelConfig, default_target_layer_ids, draft_transformer_config
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.targets.folder import TargetConfig
@@ -99,6 +100,8 @@ class TrainSettings:
     seed: int = 1234
     precision: str = "fp32"
     transformer_impl: str = "local"
+    block_attention: str = "prefix"
+    """How the draft attends: "prefix" anywhere, "flex" (FlexAttention) on CUDA, "dense" for comparison."""
     feature_memory_gib: float = 0.0
     """Memory of each rank for captured features, so that later epochs do not run the target again; 0 keeps none."""
     recompute: bool = False
@@ -156,6 +159,8 @@ class TrainSettings:
             raise DSparkError(
                 f"transformer_impl is {self.transformer_impl!r} and must be 'local' or 'transformer_engine'"
             )
+        if self.block_attention == "flex" and not platform.has_cuda():
+            raise DSparkError("block_attention is 'flex', which needs CUDA, and there is none here; use 'prefix'")
         optimizer = self.optimizer
         if not 0 <= optimizer.warmup_share < 1:
             raise DSparkError(f"optimizer.warmup_share must be in [0, 1), and it is {optimizer.warmup_share}")
@@ -206,6 +211,7 @@ class TrainSettings:
             target_layer_ids=list(draft.target_layer_ids or default_target_layer_ids(target.num_layers)),
             num_target_layers=target.num_layers,
             mask_token_id=draft.mask_token_id,
+            block_attention=self.block_attention,
             num_anchors=self.num_anchors,
             allow_unservable_taps=draft.allow_unservable_taps,
             markov_rank=draft.markov_rank,

@@ -115,6 +115,7 @@ def check_resumable(
     saved = checkpoint.run["settings"]
     free = {"output", "steps", "log_interval", "validation_interval", "validation_samples", "save_interval"}
     free |= {"tensorboard", "validation", "parallel", "micro_batch_size", "recompute", "target", "data"}
+    free |= {"block_attention"}
     for name, value in settings.as_dict().items():
         if name not in free and saved.get(name) != value:
             raise DSparkError(
