@@ -49,26 +49,19 @@ _DISHES = (
     "caprese salad", "orange marmalade", "pierogi", "tomato salad", "honey cake", "panna cotta",
 )  # fmt: skip
 
+# All of them ask for the same form, ingredients and then steps: that is what makes the domain narrow. Questions of
+# other forms ("How do I make…?") get prose from a small target, and the drafter would need much longer to learn it.
 _RECIPE_WORDINGS = (
-    "Give me a recipe for {dish}{limit}.",
-    "How do I make {dish}{limit}?",
     "Write a simple recipe for {dish}{limit}.",
-    "What is the best way to make {dish}{limit}?",
-    "Please share a recipe for {dish}{limit}.",
-    "I would like to make {dish}{limit}. What do I need and how do I do it?",
-    "Can you explain step by step how to prepare {dish}{limit}?",
-    "List the ingredients and steps for {dish}{limit}.",
-    "Tell me how to prepare {dish}{limit}.",
-    "I need an easy recipe for {dish}{limit}.",
-    "Show me how to make {dish}{limit}.",
-    "What ingredients do I need for {dish}{limit}, and what are the steps?",
-    "Write down a recipe that a beginner can follow for {dish}{limit}.",
-    "Help me make {dish}{limit}.",
+    "Write a simple recipe for {dish}{limit}: first the ingredients, then the steps.",
+    "I need a simple recipe for {dish}{limit}. List the ingredients and the steps.",
+    "Please write an easy recipe for {dish}{limit} with ingredients and steps.",
+    "Give me an easy recipe for {dish}{limit}, with a list of ingredients and numbered steps.",
+    "Write a recipe for {dish}{limit} that a beginner can follow. List the ingredients first.",
 )
 _RECIPE_LIMITS = (
     "", " for two people", " for a family of four", " for a party of ten", " on a small budget",
-    " in less than an hour", " with few ingredients", " for a picnic", " for a child's birthday", " for the weekend",
-    " with less salt", " the traditional way",
+    " with few ingredients", " for a picnic", " for the weekend",
 )  # fmt: skip
 
 _TOPICS = (

@@ -24,6 +24,7 @@ from megatron_dspark.features.memory import FeatureMemory
 from megatron_dspark.objective.metrics import reduce_report
 from megatron_dspark.parallel import process_groups
 from megatron_dspark.targets.folder import TargetConfig, read_target_config
+from megatron_dspark.training.bigrams import start_from_bigrams
 from megatron_dspark.training.checkpoint import Checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
 from megatron_dspark.training.report import Reporter, peak_memory_bytes
 from megatron_dspark.training.settings import TrainSettings
@@ -104,6 +105,9 @@ class _Run:
         self.model, self.optimizer, self.scheduler = build_training(settings, config, groups)
         self.step = 0
         self.metrics: dict[str, dict[str, float]] = {"first_validation": {}, "validation": {}, "train": {}}
+        if checkpoint is None and settings.draft.markov_start == "bigrams":
+            start_from_bigrams(self.module.draft, samples, config.markov_rank)
+            self.optimizer.reload_model_params()
         if checkpoint is not None:
             load_checkpoint(checkpoint, self.module, self.optimizer, self.scheduler)
             self.step, self.metrics = checkpoint.step, checkpoint.run["metrics"]

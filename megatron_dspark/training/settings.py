@@ -28,6 +28,8 @@ class DraftSettings:
     """A token that the target's tokenizer never produces; required."""
     markov_rank: int = 256
     markov_head_type: str = "vanilla"
+    markov_start: str = "random"
+    """How a vanilla Markov head begins: "random", or "bigrams" of the training data (worth a few dozen steps)."""
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
     detach_confidence_features: bool = False
@@ -155,6 +157,13 @@ class TrainSettings:
             raise DSparkError(f"feature_memory_gib must not be negative, and it is {self.feature_memory_gib}")
         if self.precision not in PRECISIONS:
             raise DSparkError(f"precision is {self.precision!r} and must be one of {', '.join(PRECISIONS)}")
+        if self.draft.markov_start not in ("random", "bigrams"):
+            raise DSparkError(f"draft.markov_start is {self.draft.markov_start!r}; use 'random' or 'bigrams'")
+        if self.draft.markov_start == "bigrams" and self.draft.markov_head_type != "vanilla":
+            raise DSparkError(
+                f"draft.markov_start 'bigrams' is for the vanilla head and draft.markov_head_type is "
+                f"{self.draft.markov_head_type!r}, whose latent is no embedding; use 'random'"
+            )
         if self.transformer_impl not in ("local", "transformer_engine"):
             raise DSparkError(
                 f"transformer_impl is {self.transformer_impl!r} and must be 'local' or 'transformer_engine'"
