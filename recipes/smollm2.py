@@ -5,27 +5,31 @@ from megatron_dspark.training.settings import DraftSettings, OptimizerSettings, 
 
 
 def quickstart() -> TrainSettings:
-    """Two draft layers on one narrow domain: trains in minutes on two CPU cores."""
+    """Two draft layers on one narrow domain: trains in minutes on two CPU cores.
+
+    Blocks of five: on a CPU the target takes 1.7 times as long over six rows as over one, and 2.1 times over eight.
+    """
     return TrainSettings(
-        steps=220,
+        steps=200,
         global_batch_size=4,
         micro_batch_size=2,
         max_length=320,
-        num_anchors=10,
+        num_anchors=12,
         precision="fp32",
         feature_memory_gib=2.0,
         log_interval=10,
-        validation_interval=55,
+        validation_interval=50,
         validation_samples=16,
-        save_interval=110,
+        save_interval=100,
         draft=DraftSettings(
             num_layers=2,
-            block_size=7,
+            block_size=5,
             target_layer_ids=[1, 8, 14, 21, 27],
             mask_token_id=SMOLLM2_MASK_TOKEN_ID,
             markov_rank=64,
+            markov_start="bigrams",
         ),
-        optimizer=OptimizerSettings(learning_rate=5e-3, warmup_share=0.12),
+        optimizer=OptimizerSettings(learning_rate=1e-2, warmup_share=0.1),
     )
 
 

@@ -39,7 +39,7 @@ def bigram_tables(samples: Sequence[ChatSample], rank: int) -> tuple[Tensor, Ten
     row_sum = counts.new_zeros(size).index_add_(0, row, counts)
     column_sum = counts.new_zeros(size).index_add_(0, column, counts)
     information = (counts * counts.sum() / (row_sum[row] * column_sum[column])).log().clamp(min=0)
-    matrix = torch.sparse_coo_tensor(pairs, information, (size, size)).coalesce()
+    matrix = torch.sparse_coo_tensor(pairs, information, (size, size), check_invariants=True).coalesce()
     # The range finder draws random numbers; a seed of its own leaves the run's stream alone.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
