@@ -15,6 +15,7 @@ import torch
 
 from megatron_dspark import platform
 from megatron_dspark.errors import DSparkError
+from megatron_dspark.objective.compiled import check_kernel
 
 platform.prepare()
 
@@ -97,8 +98,10 @@ class DSparkModelConfig(GPTModelConfig):
     """Slot k weighs exp(−k / loss_decay_gamma); None weighs every slot 1."""
     loss_normalizer: Literal["tokens", "weights"] = "tokens"
     """Divide by supervised slots ("tokens"), or by the sum of slot weights as DeepSpec and AutoModel do ("weights")."""
-    objective_chunk_bytes: int = 64 * 2**20
-    """Memory that the objective may hold for one chunk of vocabulary logits."""
+    objective_chunk_bytes: int | None = None
+    """Memory for the vocabulary logits in flight; None: 40 MiB on a CPU, 2 GiB on a GPU. It changes no result."""
+    objective_kernel: Literal["eager", "compiled"] = "eager"
+    """How the objective works between its matrix products: plain PyTorch, or through torch.compile."""
 
     # ---- target
     target_path: str | None = None
@@ -343,8 +346,9 @@ def _check_objective(config: DSparkModelConfig) -> None:
             raise DSparkError(f"{name} must not be negative, and it is {getattr(config, name)}")
     if config.ce_loss_weight == 0 and config.l1_loss_weight == 0:
         raise DSparkError("ce_loss_weight and l1_loss_weight are both 0, so nothing would train the draft's tokens")
-    if config.objective_chunk_bytes < 1:
-        raise DSparkError(f"objective_chunk_bytes must be positive, and it is {config.objective_chunk_bytes}")
+    if config.objective_chunk_bytes is not None and config.objective_chunk_bytes < 1:
+        raise DSparkError(f"objective_chunk_bytes must be positive or None, and it is {config.objective_chunk_bytes}")
+    check_kernel(config.objective_kernel, platform.has_cuda())
 
 
 def _check_parallelism(config: DSparkModelConfig) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_dspark.errors import DSparkError
+from megatron_dspark.objective import chunk
 from megatron_dspark.objective.chunk import RUN, first_max
 from megatron_dspark.objective.fused import VocabTerms, vocab_parallel_ce_l1
 from tests.objective_reference import reference_terms
@@ -190,6 +191,25 @@ def test_a_row_does_not_depend_on_its_chunk() -> None:
         torch.testing.assert_close(loss, losses[0], rtol=1e-14, atol=0)
         for name, gradient in grads.items():
             torch.testing.assert_close(gradient, every[0][name], rtol=1e-12, atol=1e-13)
+
+
+def test_no_denormal_number_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Exponents down to -150, as an untrained draft has them, through where FP32 becomes denormal.
+    vocab, seen = 1001, []
+    arguments = problem(4, 16, vocab, vocab, 0, torch.float32, padding=0)
+    arguments["hidden"] = torch.linspace(-150, 0, vocab).repeat(16, 1).requires_grad_()
+    arguments["lm_head"] = torch.eye(vocab)
+    original = chunk.product
+
+    def watched(left: Tensor, right: Tensor, out: Tensor) -> None:
+        seen.append(left.clone())
+        original(left, right, out)
+
+    monkeypatch.setattr(chunk, "product", watched)
+    check(arguments | {"lm_head": arguments["lm_head"].requires_grad_()}, vocab, None, 1e-5, 1e-5, True)
+    slopes = seen[-1].abs()
+    assert slopes.shape == (16, vocab)
+    assert not ((slopes > 0) & (slopes < torch.finfo(torch.float32).tiny)).any()
 
 
 def test_padding_is_never_read_and_gets_no_gradient() -> None:

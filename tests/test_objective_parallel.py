@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dspark.objective import chunk
 from megatron_dspark.objective.fused import vocab_parallel_ce_l1
 from megatron_dspark.objective.loss import FractionalDivisor, ObjectiveConfig, SupervisedRows, dspark_loss
 from megatron_dspark.objective.metrics import reduce_report
@@ -111,46 +112,67 @@ def test_ties_and_equality_across_shards(two_ranks: RankPool) -> None:
         assert agree == [1.0, 0.0, 1.0]  # the lowest id among equals decides, whichever rank has it
 
 
-class ExchangeCounter:
-    """Counts collectives by name while they are patched."""
+class Watched:
+    """An exchange that notes when it is waited for."""
 
-    def __init__(self) -> None:
-        self.calls: list[str] = []
+    def __init__(self, work: Any, name: str, events: list[str]) -> None:
+        self.work, self.name, self.events = work, name, events
 
-    def patch(self, name: str) -> Any:
+    def wait(self) -> None:
+        self.events.append(f"wait {self.name}")
+        self.work.wait()
+
+
+def watch_exchanges(rank: int, ranks: int, grad: bool) -> tuple[int, list[str]]:
+    """Number of rows, and in their order: exchanges started and waited for, and matrix products."""
+    rows, matrices = random_rows(1, vocab_size=VOCAB, padded=40)
+    rows.hidden.requires_grad_(grad)
+    shards = {name: matrix.chunk(ranks)[rank] for name, matrix in matrices.items()}
+    events: list[str] = []
+    patch = pytest.MonkeyPatch()
+
+    def watch(name: str) -> None:
         original = getattr(dist, name)
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.calls.append(name)
-            return original(*args, **kwargs)
+        def started(*arguments: Any, async_op: bool = False, **keywords: Any) -> Any:
+            events.append(name if async_op else f"blocking {name}")
+            work = original(*arguments, async_op=async_op, **keywords)
+            return Watched(work, name, events) if async_op else work
 
-        setattr(dist, name, counted)
-        return original
+        patch.setattr(dist, name, started)
 
+    def note(name: str) -> None:
+        original = getattr(chunk, name)
+        patch.setattr(chunk, name, lambda *arguments: (events.append("product"), original(*arguments))[1])
 
-def count_exchanges(rank: int, ranks: int) -> list[str]:
-    rows, matrices = random_rows(1, vocab_size=VOCAB, padded=40)
-    rows.hidden.requires_grad_()
-    shards = {name: matrix.chunk(ranks)[rank] for name, matrix in matrices.items()}
-    counter = ExchangeCounter()
-    originals = {name: counter.patch(name) for name in ("all_reduce", "all_gather")}
+    for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast"):
+        watch(name)
+    for name in ("product", "add_product"):
+        note(name)
     try:
         vocab_parallel_ce_l1(
-            rows.hidden, rows.latent, shards["lm_head"], shards["markov_w2"], rows.teacher_hidden,
-            shards["teacher_head"], rows.labels, torch.ones(len(rows.labels)), torch.ones(len(rows.labels)),
-            vocab_size=VOCAB, tp_group=dist.group.WORLD, chunk_bytes=4 * 8 * (40 // ranks) * 8,
+            rows.hidden, None, shards["lm_head"], None, rows.teacher_hidden, shards["teacher_head"], rows.labels,
+            torch.ones(len(rows.labels)), torch.ones(len(rows.labels)), vocab_size=VOCAB, tp_group=dist.group.WORLD,
+            chunk_bytes=4 * 8 * (40 // ranks) * 8,
         )  # fmt: skip
     finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-    return [f"{len(rows.labels)} rows", *counter.calls]
+        patch.undo()
+    return len(rows.labels), events
 
 
-def test_two_exchanges_a_chunk_and_one_at_the_end(two_ranks: RankPool) -> None:
-    for rows, *calls in two_ranks.run(count_exchanges):
-        chunks = -(-int(rows.split()[0]) // 8)
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "validation"])
+def test_two_exchanges_a_chunk_while_products_run(two_ranks: RankPool, grad: bool) -> None:
+    for rows, events in two_ranks.run(watch_exchanges, grad):
+        chunks = -(-rows // 8)
         assert chunks >= 3
-        assert calls == ["all_gather", "all_reduce"] * chunks + ["all_reduce"]
+        draft, teacher, gradient = "product", "product", ["product"] * grad
+        first = [draft, teacher, "all_gather", "wait all_gather", "all_reduce"]
+        # In between: while the sums of a chunk travel the next one's logits are made; while that one's statistics
+        # travel, the gradients of the first.
+        between = [draft, teacher, "all_gather", "wait all_reduce", *gradient, "wait all_gather", "all_reduce"]
+        last = ["wait all_reduce", *gradient]
+        end = ["blocking all_reduce"] * grad
+        assert events == first + between * (chunks - 1) + last + end
 
 
 def select(rows: SupervisedRows, first_block: int, last_block: int) -> SupervisedRows:

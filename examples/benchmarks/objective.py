@@ -51,6 +51,11 @@ class Precision(StrEnum):
     BF16 = "bfloat16"
 
 
+class Kernel(StrEnum):
+    EAGER = "eager"
+    COMPILED = "compiled"
+
+
 @dataclass(frozen=True)
 class Case:
     impl: Implementation
@@ -63,6 +68,7 @@ class Case:
     repeat: int
     device: str
     slice_rows: int
+    kernel: str
 
 
 @dataclass
@@ -118,6 +124,7 @@ def fused(problem: Problem, case: Case, group: dist.ProcessGroup | None) -> Tens
         problem.l1_weight,
         vocab_size=case.vocab,
         tp_group=group,
+        kernel=case.kernel,
     ).loss
 
 
@@ -206,6 +213,8 @@ def measure(rank: int, case: Case, folder: str) -> None:
     small = Case(**{**asdict(case), "rows": 8, "vocab": 512, "hidden": 64, "markov_rank": min(8, case.markov_rank)})
     step(small, Problem.random(small, rank), group)
     problem = Problem.random(case, rank)
+    if case.kernel == Kernel.COMPILED and case.impl == Implementation.FUSED:
+        step(case, problem, group)  # compiles for this vocabulary, which is no part of a step
     memory, seconds, loss = PeakMemory(case.device), [], 0.0
     for _ in range(case.repeat):
         start = clock(case.device)
@@ -234,7 +243,14 @@ def run(case: Case) -> dict[str, Any]:
         "cpu_s" if case.device == "cpu" else "gpu_s": round(max(r["seconds"] for r in ranks), 4),
         "peak_gib_over_inputs": round(max(r["peak"] for r in ranks) / 2**30, 4),
         "loss": ranks[0]["loss"],
+        "kernel": case.kernel if case.impl == Implementation.FUSED else None,
+        "matrix_tflops": round(matrix_flops(case) / max(r["seconds"] for r in ranks) / 1e12, 3),
     }
+
+
+def matrix_flops(case: Case) -> float:
+    """Operations that the matrix products of one rank need: both logits, and the gradients of hidden, latent and W2."""
+    return 2.0 * case.rows * -(-case.vocab // case.tp) * (3 * case.hidden + 3 * case.markov_rank)
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
@@ -301,13 +317,14 @@ def main(
     repeat: Annotated[int, typer.Option(help="Runs of each case; the fastest counts.", min=1)] = 3,
     slice_rows: Annotated[int, typer.Option(help="Rows of a checkpointed slice (sliced only).", min=1)] = 128,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    kernel: Annotated[Kernel, typer.Option(help="Kernel of the fused objective.")] = Kernel.EAGER,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line instead of the table.")] = False,
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Also draw the results into this file.")] = None,
 ) -> None:
     """Measure the fused objective against materialized and sliced logits."""
     console = Console()
     cases = [
-        Case(i, r, v, hidden, markov_rank, t, str(dtype), repeat, device, slice_rows)
+        Case(i, r, v, hidden, markov_rank, t, str(dtype), repeat, device, slice_rows, str(kernel))
         for v in vocab
         for r in rows
         for i in impl

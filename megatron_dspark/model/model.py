@@ -84,6 +84,7 @@ class DSparkModel(MegatronModule):
             config=self.objective_config,
             tp_group=self.pg_collection.tp,
             chunk_bytes=self.dspark_config.objective_chunk_bytes,
+            kernel=self.dspark_config.objective_kernel,
         )
 
     def train(self, mode: bool = True) -> "DSparkModel":

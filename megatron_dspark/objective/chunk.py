@@ -3,10 +3,11 @@
 The steps, in order: `logits` (two or three matrix products), `statistics` (maxima and sums of exponentials),
 `probabilities` (p and q on the scale of the whole vocabulary, L1, sign), `slopes` (the gradient of the logits, in
 place of p) and `products` (the gradients of what made the logits). The last two wait for sums over the vocabulary,
-and with several ranks these are the two exchanges; `fused.py` says what travels when.
+and with several ranks these are the two exchanges; `fused.py` says what travels when. The three element-wise steps
+have a second form in `compiled.py`.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
 
 # The arg-max is found through the maxima of runs of this many entries: torch.argmax is not vectorised on CPUs.
 RUN = 500
+
+# Lower exponents are raised to this one. Below it lie denormal numbers, which processors make and multiply some fifty
+# times slower: 1.6 % of them among the gradients of logits doubled the time of the objective. A million such
+# exponentials are still far below the last digit of a sum of probabilities.
+LOWEST_EXPONENT = {torch.float32: -65.0, torch.float64: -650.0}
 
 # Columns of the statistics: maximum, sum of exponentials below it and arg-max of the draft's logits, the same of the
 # teacher's, and the draft's logit of the label.
@@ -35,6 +41,9 @@ class Chunk:
         self.every = self.own.unsqueeze(0)
         # L1 and D (see fused.py), summed over the vocabulary.
         self.sums = self.draft.new_zeros(count, 2)
+        self.unit = self.draft.new_ones(count, 1)
+        # The gradient of the logits, where it is not in `draft`.
+        self.gradient: Tensor | None = None
         self.exchange: dist.Work | None = None
         step = max(1, run.block_rows)
         self.blocks = [slice(first, min(first + step, count)) for first in range(0, count, step)]
@@ -97,24 +106,40 @@ class Chunk:
         own[:, LABEL] = label_logit.where(self.run.here[place], 0)
         for logits, columns in ((self.draft[block], own[:, DRAFT]), (self.teacher[block], own[:, TEACHER])):
             top, index = first_max(logits)
-            logits.sub_(top.unsqueeze(1)).exp_()
+            logits.sub_(top.unsqueeze(1)).clamp_(min=LOWEST_EXPONENT[logits.dtype]).exp_()
             columns[:, 0], columns[:, 1], columns[:, 2] = top, logits.sum(-1), index + self.run.start
 
-    def probabilities(self, block: slice) -> None:
-        """CE and top-1 agreement; p in place of the draft's exponentials, sign(p - q) p in place of the teacher's."""
+    def losses(self, block: slice) -> "tuple[OverRanks, OverRanks]":
+        """CE and top-1 agreement of these rows; return the statistics of draft and teacher over all ranks."""
         run, place, every = self.run, self._place(block), self.every[:, block]
-        draft_top, draft_total, draft_first, draft_scale = over_ranks(every[..., DRAFT], run.tp_rank)
-        _, _, teacher_first, teacher_scale = over_ranks(every[..., TEACHER], run.tp_rank)
-        ce = draft_total.log() + (draft_top - every[..., LABEL].sum(0))
+        draft, teacher = (over_ranks(every[..., columns], run.tp_rank) for columns in (DRAFT, TEACHER))
+        ce = draft.total.log() + (draft.top - every[..., LABEL].sum(0))
         run.ce[place] = ce.where(run.valid[place], torch.nan)
-        run.agree[place] = (draft_first == teacher_first).to(run.dtype)
-        if run.width == 0:
+        run.agree[place] = (draft.first == teacher.first).to(run.dtype)
+        return draft, teacher
+
+    def probabilities(self, block: slice) -> None:
+        """Losses; p in place of the draft's exponentials, sign(p - q) p in place of the teacher's; L1 and D.
+
+        Both are in units of `unit`. One rank leaves the draft's exponentials as they are, which saves a pass; with
+        several ranks the factor of one may be zero.
+        """
+        draft, teacher = self.losses(block)
+        if self.run.width == 0:
             return
-        p, q = self.draft[block].mul_(draft_scale), self.teacher[block].mul_(teacher_scale)
+        p, q, unit = self.draft[block], self.teacher[block], self.unit[block]
+        if self.run.tp_size == 1:
+            unit.copy_(draft.factor)
+            q.mul_(teacher.factor / draft.factor)
+        else:
+            unit.fill_(1)
+            p.mul_(draft.factor)
+            q.mul_(teacher.factor)
         difference = torch.sub(p, q, out=q)
         self.sums[block, 0] = self._absolute_sum(difference)
-        if run.wants_grad:
+        if self.run.wants_grad:
             self.sums[block, 1] = difference.sign_().mul_(p).sum(-1)
+        self.sums[block] *= unit
 
     def _absolute_sum(self, difference: Tensor) -> Tensor:
         if len(self.run.scratch) == 0:
@@ -129,8 +154,9 @@ class Chunk:
         run.l1[place] = l1
         if not run.wants_grad or run.width == 0:
             return
-        a, b = run.ce_weight[place], run.l1_weight[place]
-        gradient = self.draft[block].mul_((a - b * dot).unsqueeze(1)).addcmul_(self.teacher[block], b.unsqueeze(1))
+        a, b, unit = run.ce_weight[place], run.l1_weight[place], self.unit[block]
+        gradient = self.draft[block].mul_((a - b * dot).unsqueeze(1) * unit)
+        gradient.addcmul_(self.teacher[block], b.unsqueeze(1) * unit)
         gradient.scatter_add_(1, run.local_label[place].unsqueeze(1), -(a * run.here[place]).unsqueeze(1))
 
     def products(self) -> None:
@@ -140,7 +166,7 @@ class Chunk:
             self.receive_sums()
         if not run.wants_grad or run.width == 0:
             return
-        slopes = self.draft.to(run.product_dtype)
+        slopes = self.draft.to(run.product_dtype) if self.gradient is None else self.gradient
         hidden, latent, lm_head, markov_w2 = run.grads
         if hidden is not None:
             product(slopes, run.lm_head, hidden[rows])
@@ -152,23 +178,30 @@ class Chunk:
             add_product(slopes.t(), run.latent[rows], markov_w2[: run.width])
 
 
-def over_ranks(statistics: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Put the shards' statistics on one scale.
+class OverRanks(NamedTuple):
+    """Statistics of logits over the whole vocabulary.
 
-    Args:
-        statistics: [ranks, rows, 3] maximum, sum of exponentials below it, arg-max.
-        rank: whose scale is asked for.
-
-    Returns:
-        Maximum [rows], sum of exponentials below it [rows], lowest arg-max [rows], and the factor [rows, 1] that
-        turns this rank's exponentials into probabilities.
+    Attributes:
+        top: [rows], the maximum.
+        total: [rows], the sum of exp(logit - maximum).
+        first: [rows], the lowest id that has the maximum.
+        factor: [rows, 1], what turns this rank's exp(logit - its own maximum) into probabilities.
     """
+
+    top: Tensor
+    total: Tensor
+    first: Tensor
+    factor: Tensor
+
+
+def over_ranks(statistics: Tensor, rank: int) -> OverRanks:
+    """Put the shards' statistics, [ranks, rows, 3], on one scale; `rank` is the one whose factor is wanted."""
     tops, totals, indices = statistics.unbind(-1)
     top = tops.amax(0)
     shrink = (tops - top).exp()
     total = (totals * shrink).sum(0)
     first = indices.where(tops == top, torch.inf).amin(0)
-    return top, total, first, (shrink[rank] / total).unsqueeze(1)
+    return OverRanks(top, total, first, (shrink[rank] / total).unsqueeze(1))
 
 
 def first_max(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -104,6 +104,7 @@ def dspark_loss(
     config: ObjectiveConfig,
     tp_group: dist.ProcessGroup | None = None,
     chunk_bytes: int | None = None,
+    kernel: str = "eager",
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Loss of one micro-batch, not yet divided, with its divisor and its metrics.
 
@@ -119,6 +120,7 @@ def dspark_loss(
         config: weights and normaliser.
         tp_group: ranks that share the vocabulary.
         chunk_bytes: memory for the logits in flight (see `vocab_parallel_ce_l1`).
+        kernel: "eager" or "compiled" (see `vocab_parallel_ce_l1`).
 
     Returns:
         numerator: scalar with a gradient.
@@ -153,6 +155,7 @@ def dspark_loss(
         vocab_size=config.vocab_size,
         tp_group=tp_group,
         chunk_bytes=chunk_bytes,
+        kernel=kernel,
     )
     numerator, confidence = terms.loss, None
     if rows.confidence_logits is not None:

@@ -180,7 +180,7 @@ class _Run:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         reports = self._pass(batches, forward_only=False)
-        self._refuse_non_finite(reports, batches)
+        self._refuse_non_finite(f"step {self.step + 1}", reports, batches)
         self.learning_rate = max(group["lr"] for group in self.optimizer.param_groups)
         updated, grad_norm, _ = self.optimizer.step()
         if not updated:
@@ -205,13 +205,25 @@ class _Run:
     def _with_features(self, batch: MicroBatch) -> tuple[MicroBatch, TargetFeatures]:
         return batch, self.memory.features(batch.input_ids.to(platform.device()), batch.lengths)
 
-    def _refuse_non_finite(self, reports: list[dict[str, torch.Tensor]], batches: list[MicroBatch]) -> None:
-        for report, batch in zip(reports, batches, strict=True):
-            if not torch.isfinite(report["loss"]).all():
-                raise DSparkError(
-                    f"the loss of step {self.step + 1} on rank {torch.distributed.get_rank()} is not finite "
-                    f"(samples {batch.sample_ids}); look at these samples, or lower the learning rate"
-                )
+    def _refuse_non_finite(self, what: str, reports: list[dict[str, torch.Tensor]], batches: list[MicroBatch]) -> None:
+        """End the job when any rank has a loss that is not finite, before the optimizer uses its gradient.
+
+        A rank that raised alone would leave the others waiting in their next collective: all learn of it here, and
+        all raise the same sentence.
+        """
+        losses = torch.stack([report["loss"].sum() for report in reports])
+        bad = (~torch.isfinite(losses)).any().to(torch.int32)
+        torch.distributed.all_reduce(bad, op=torch.distributed.ReduceOp.MAX)
+        if not bad:
+            return
+        pairs = zip(losses.isfinite().tolist(), batches, strict=True)
+        mine = [name for finite, batch in pairs if not finite for name in batch.sample_ids]
+        every: list[list[str]] = [[] for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather_object(every, mine)
+        where = "; ".join(f"on rank {rank} (samples {names})" for rank, names in enumerate(every) if names)
+        raise DSparkError(
+            f"the loss of {what} is not finite {where}: look at these samples, or lower the learning rate."
+        )
 
     def validate(self) -> dict[str, float]:
         """Evaluate on the held-out samples with their fixed anchors, and log."""
@@ -222,6 +234,7 @@ class _Run:
         with torch.no_grad():
             reports = self._pass(self.held_out, forward_only=True)
         self.model.train()
+        self._refuse_non_finite(f"the validation at step {self.step}", reports, self.held_out)
         metrics = reduce_report(reports, self.groups.dp)
         metrics["seconds"] = time.perf_counter() - started
         self.reporter.log("validation", self.step, metrics)

@@ -113,12 +113,17 @@ def check_resumable(
             f"{settings.data} is another file ({data['sha256'][:12]}…); restore the data, or choose another output"
         )
     saved = checkpoint.run["settings"]
+    # How the objective is computed changes no result beyond rounding.
+    ways = ("chunk_bytes", "kernel")
     free = {"output", "steps", "log_interval", "validation_interval", "validation_samples", "save_interval"}
     free |= {"tensorboard", "validation", "parallel", "micro_batch_size", "recompute", "target", "data"}
     free |= {"block_attention"}
     for name, value in settings.as_dict().items():
-        if name not in free and saved.get(name) != value:
+        before = saved.get(name)
+        if name == "objective":
+            before, value = ({k: v for k, v in side.items() if k not in ways} for side in (before or {}, value))
+        if name not in free and before != value:
             raise DSparkError(
-                f"{name} was {saved.get(name)!r} in the checkpoint of step {checkpoint.step} and is now {value!r}, "
+                f"{name} was {before!r} in the checkpoint of step {checkpoint.step} and is now {value!r}, "
                 "which would change the result; restore it, or choose another output"
             )
