@@ -14,6 +14,7 @@ allocated memory. Examples:
     python examples/benchmarks/objective.py --rows 3584 --vocab 32000 --hidden 256 --impl fused --json
     python examples/benchmarks/objective.py --rows 448 --rows 896 --rows 1792 --rows 3584 --plot scaling.png
     python examples/benchmarks/objective.py --impl fused --tp 1 --tp 2
+    python examples/benchmarks/objective.py --results lines.jsonl --plot scaling.png
 """
 
 import json
@@ -260,10 +261,10 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    lines = {(r["impl"], r["vocab"], r["tp"]): [] for r in results}
+    lines: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
     for result in results:
-        lines[(result["impl"], result["vocab"], result["tp"])].append(result)
-    for (impl, vocab, tp), points in lines.items():
+        lines.setdefault((result["impl"], result["vocab"], result["tp"]), []).append(result)
+    for (impl, vocab, tp), points in sorted(lines.items()):
         points = sorted(points, key=lambda r: r["rows"])
         label = f"{impl}, vocabulary {vocab:,}" + (f", TP={tp}" if tp > 1 else "")
         for axis, value in zip(axes, (seconds_of, lambda r: r["peak_gib_over_inputs"]), strict=True):
@@ -320,9 +321,18 @@ def main(
     kernel: Annotated[Kernel, typer.Option(help="Kernel of the fused objective.")] = Kernel.EAGER,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line instead of the table.")] = False,
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Also draw the results into this file.")] = None,
+    earlier: Annotated[
+        Path | None, typer.Option("--results", help="Show and draw these JSON lines instead of measuring.")
+    ] = None,
 ) -> None:
     """Measure the fused objective against materialized and sliced logits."""
     console = Console()
+    if earlier is not None:
+        results = [json.loads(line) for line in earlier.read_text().splitlines()]
+        show(results, console)
+        if plot_path is not None:
+            plot(results, plot_path)
+        return
     cases = [
         Case(i, r, v, hidden, markov_rank, t, str(dtype), repeat, device, slice_rows, str(kernel))
         for v in vocab
