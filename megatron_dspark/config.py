@@ -99,7 +99,7 @@ class DSparkModelConfig(GPTModelConfig):
     loss_normalizer: Literal["tokens", "weights"] = "tokens"
     """Divide by supervised slots ("tokens"), or by the sum of slot weights as DeepSpec and AutoModel do ("weights")."""
     objective_chunk_bytes: int | None = None
-    """Memory for the vocabulary logits in flight; None: 40 MiB on a CPU, 2 GiB on a GPU. It changes no result."""
+    """Memory for the logits in flight; None: from 40 MiB on a CPU, 2 GiB on a GPU. No result depends on it."""
     objective_kernel: Literal["eager", "compiled"] = "eager"
     """How the objective works between its matrix products: plain PyTorch, or through torch.compile."""
 

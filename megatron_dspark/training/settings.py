@@ -53,7 +53,7 @@ class ObjectiveSettings:
     loss_decay_gamma: float | None = 4.0
     normalizer: str = "tokens"
     chunk_bytes: int | None = None
-    """Memory for the vocabulary logits in flight; None: 40 MiB on a CPU, 2 GiB on a GPU. It changes no result."""
+    """Memory for the logits in flight; None: from 40 MiB on a CPU, 2 GiB on a GPU. No result depends on it."""
     kernel: str = "eager"
     """"eager", or "compiled" for torch.compile between the objective's matrix products."""
 
