@@ -1,7 +1,9 @@
 """The compiled kernel gives what the eager one gives: every type, any number of rows, any sharding, and refuses."""
 
 import functools
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +20,13 @@ STATISTICS = ("loss", "ce", "l1", "accept", "top1_agree")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def compile_alone() -> Iterator[None]:
-    """Compile in this process: a pool of compiling processes is slower for a few kernels."""
-    with torch._inductor.config.patch(compile_threads=1):
+def compile_alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compile in this process, where a pool is slower, and into a folder of its own.
+
+    A process that is killed while it compiles leaves half a library in the shared folder, and the next one loads it.
+    """
+    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(compile_threads=1):
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         yield
 
 
@@ -103,8 +109,9 @@ def test_what_is_not_finite_shows() -> None:
         assert torch.equal(getattr(ours, name).isfinite(), getattr(eager, name).isfinite())
 
 
-def sharded(rank: int, ranks: int, kernel: str) -> dict[str, Any]:
+def sharded(rank: int, ranks: int, kernel: str, folder: str) -> dict[str, Any]:
     """Terms and gradients of one rank; the last of the ranks holds padding only."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/{rank}"
     torch._inductor.config.compile_threads = 1
     arguments = problem(3, 19, 333, 9, 4, torch.float64, padding=333)
     for name in ("lm_head", "markov_w2", "teacher_head"):
@@ -116,8 +123,8 @@ def sharded(rank: int, ranks: int, kernel: str) -> dict[str, Any]:
     return {name: getattr(terms, name).detach() for name in STATISTICS} | gradients(terms.loss, arguments)
 
 
-def test_vocabulary_shards(two_ranks: RankPool) -> None:
-    eager, ours = (two_ranks.run(sharded, kernel) for kernel in ("eager", "compiled"))
+def test_vocabulary_shards(two_ranks: RankPool, tmp_path: Path) -> None:
+    eager, ours = (two_ranks.run(sharded, kernel, str(tmp_path)) for kernel in ("eager", "compiled"))
     for expected, got in zip(eager, ours, strict=True):
         assert set(TRAINED) < got.keys()
         for name, value in got.items():
