@@ -1,6 +1,7 @@
 """The fused terms equal the materialized reference for any shape, chunk, type and logits, in bounded memory."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_dspark.errors import DSparkError
-from megatron_dspark.objective import chunk
+from megatron_dspark.objective import chunk, fused
 from megatron_dspark.objective.chunk import RUN, first_max
 from megatron_dspark.objective.fused import VocabTerms, vocab_parallel_ce_l1
 from tests.objective_reference import reference_terms
@@ -93,13 +94,17 @@ def check(
     hidden=st.integers(1, 9),
     rank=st.integers(0, 4),
     chunk_rows=st.integers(1, 30),
+    block_rows=st.integers(1, 30),
     scale=st.sampled_from([0.0, 1e-3, 1.0, 5.0]),
 )
 def test_any_shape_and_chunk_in_float64(
-    seed: int, rows: int, vocab: int, hidden: int, rank: int, chunk_rows: int, scale: float
+    seed: int, rows: int, vocab: int, hidden: int, rank: int, chunk_rows: int, block_rows: int, scale: float
 ) -> None:
     arguments = problem(seed, rows, vocab, hidden, rank, torch.float64, scale)
-    check(arguments, vocab, chunk_rows * 2 * (vocab + 3) * 8, rtol=1e-9, atol=1e-11, check_gradients=scale > 0)
+    row_bytes = (vocab + 3) * 8
+    # Rows of this size would all fit into the cache, so that a chunk would be one block.
+    with mock.patch.object(fused, "CACHE_BYTES", block_rows * row_bytes):
+        check(arguments, vocab, chunk_rows * 2 * row_bytes, rtol=1e-9, atol=1e-11, check_gradients=scale > 0)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)

@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dspark.objective import chunk
+from megatron_dspark.objective import chunk, fused
 from megatron_dspark.objective.fused import vocab_parallel_ce_l1
 from megatron_dspark.objective.loss import FractionalDivisor, ObjectiveConfig, SupervisedRows, dspark_loss
 from megatron_dspark.objective.metrics import reduce_report
@@ -38,15 +39,18 @@ def sharded_loss(
     for name in ROW_TENSORS:
         getattr(rows, name).requires_grad_()
     group = dist.group.WORLD if ranks > 1 else None
-    loss, _, report = dspark_loss(
-        rows,
-        shards["lm_head"],
-        shards["lm_head"] if one_head else shards["teacher_head"],
-        shards["markov_w2"],
-        config(),
-        group,
-        chunk_bytes,
-    )
+    # With several ranks, blocks of three rows: all would fit into the cache at this size.
+    cache_bytes = 3 * len(shards["lm_head"]) * 8 if ranks > 1 else fused.CACHE_BYTES
+    with mock.patch.object(fused, "CACHE_BYTES", cache_bytes):
+        loss, _, report = dspark_loss(
+            rows,
+            shards["lm_head"],
+            shards["lm_head"] if one_head else shards["teacher_head"],
+            shards["markov_w2"],
+            config(),
+            group,
+            chunk_bytes,
+        )
     (loss * 3).backward()
     results = {"loss": loss.detach()} | {name: getattr(rows, name).grad for name in ROW_TENSORS}
     return results | {n: s.grad for n, s in shards.items() if s.grad is not None}, report

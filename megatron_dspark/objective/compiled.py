@@ -1,9 +1,9 @@
 """The element-wise steps of a chunk, compiled by torch.compile into one kernel each.
 
-Eager PyTorch takes a dozen passes over a chunk's logits. Here the logits are never changed until the last step:
-every step reads them, forms the exponentials anew and keeps nothing of their size, so that a GPU, where memory is the
-limit and exponentials are nearly free, moves a chunk through its memory about half as often. The last step writes the
-gradient in the type in which it is multiplied.
+Eager PyTorch takes a dozen passes over a chunk's logits. Here the logits are never changed: every step reads them and
+forms the exponentials anew, so that a GPU, where memory is the limit and exponentials are nearly free, moves a chunk
+through its memory about half as often. The last step writes the gradient, a tensor of its own, in the type in which it
+is multiplied.
 
 Every probability is exp((logit - maximum) - log(sum)), with the exponential as the last operation. A last operation
 that multiplies could be merged into the subtraction p - q, which then rounds once and gives equal p and q a
@@ -28,7 +28,7 @@ KERNELS = ("eager", "compiled")
 
 
 class CompiledChunk(Chunk):
-    """A chunk whose logits stay in its buffers until `slopes`."""
+    """A chunk whose logits stay as they are; its rows are one block."""
 
     def statistics(self, block: slice) -> None:
         """Fill `own`."""
@@ -51,16 +51,13 @@ class CompiledChunk(Chunk):
         if not run.wants_grad or run.width == 0:
             return
         a, b = run.ce_weight[place], run.l1_weight[place]
-        self.gradient = self.draft
-        if run.product_dtype != run.dtype:
-            self.gradient = torch.empty_like(self.draft, dtype=run.product_dtype)
-        compiled(_slopes)(
+        self.gradient = compiled(_slopes)(
             self.draft[block],
             self.teacher[block],
             *self.scales,
             (a - b * dot, b, a * run.here[place]),
             run.local_label[place],
-            self.gradient[block],
+            run.product_dtype,
         )
 
 
@@ -95,14 +92,16 @@ def _slopes(
     teacher_scale: Scale,
     weights: tuple[Tensor, Tensor, Tensor],
     label: Tensor,
-    out: Tensor,
-) -> None:
+    dtype: torch.dtype,
+) -> Tensor:
+    # A new tensor, not the draft's logits overwritten: torch.compile rebuilds aliased inputs that are written to from
+    # the place in memory that they had in the first call, and chunks take turns between two places.
     p = _softmax(draft, draft_scale)
     sign = (p - _softmax(teacher, teacher_scale)).sign()
     always, by_sign, at_label = (weight.unsqueeze(1) for weight in weights)
     gradient = p * (always + by_sign * sign)
     here = torch.arange(draft.shape[1], device=draft.device) == label.unsqueeze(1)
-    out.copy_(torch.where(here, gradient - at_label, gradient))
+    return torch.where(here, gradient - at_label, gradient).to(dtype)
 
 
 @functools.cache
