@@ -138,8 +138,9 @@ def _replace_cuda_bookkeeping() -> None:
     cuda = torch.cuda
     cpu_state, set_cpu_state = torch.get_rng_state, torch.set_rng_state
 
-    def nothing(*_: Any, **__: Any) -> None:
-        return None
+    # A function of its own for every name: torch.compile refuses one that stands in several places.
+    def does_nothing() -> Any:
+        return lambda *_, **__: None
 
     def read_state(*_: Any, **__: Any) -> torch.Tensor:
         return cpu_state()
@@ -147,20 +148,21 @@ def _replace_cuda_bookkeeping() -> None:
     def write_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
         set_cpu_state(state)
 
-    def no_stream(*_: Any, **__: Any) -> _NoStream:
-        return _NoStream()
+    def gives_no_stream() -> Any:
+        return lambda *_, **__: _NoStream()
 
     cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     cuda.get_rng_state, cuda.set_rng_state = read_state, write_state  # type: ignore[assignment]
-    cuda.current_stream = cuda.default_stream = cuda.stream = no_stream  # type: ignore[assignment]
+    for name in ("current_stream", "default_stream", "stream"):
+        setattr(cuda, name, gives_no_stream())
     cuda.Stream = cuda.Event = _NoStream  # type: ignore[assignment,misc]
     for name in ("synchronize", "empty_cache", "set_device", "manual_seed_all"):
-        setattr(cuda, name, nothing)
-    cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+        setattr(cuda, name, does_nothing())
+    cuda.manual_seed = lambda seed: torch.manual_seed(seed)  # type: ignore[assignment,return-value]
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
         setattr(cuda, name, lambda *_, **__: 0)
-    cuda.reset_peak_memory_stats = nothing
-    cuda.nvtx.range_push = cuda.nvtx.range_pop = nothing  # type: ignore[assignment]
+    cuda.reset_peak_memory_stats = does_nothing()
+    cuda.nvtx.range_push, cuda.nvtx.range_pop = does_nothing(), does_nothing()  # type: ignore[assignment]
     megatron_random._get_cuda_rng_state = read_state
     megatron_random._set_cuda_rng_state = write_state
 

@@ -13,8 +13,10 @@ import torch.distributed as dist
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.objective import compiled
 from megatron_dspark.objective.fused import VocabTerms, vocab_parallel_ce_l1
+from megatron_dspark.training.run import train
 from tests.distributed import RankPool
 from tests.test_objective_fused import TRAINED, check, gradients, problem
+from tests.test_training import tiny_settings
 
 STATISTICS = ("loss", "ce", "l1", "accept", "top1_agree")
 
@@ -154,3 +156,20 @@ def test_compiled_runs_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     vocab_parallel_ce_l1(**arguments, vocab_size=11)
     with pytest.raises(AssertionError, match="without being asked"):
         vocab_parallel_ce_l1(**arguments, vocab_size=11, kernel="compiled")
+
+
+def test_a_training_run_with_it(tmp_path: Path) -> None:
+    # Also through what stands in for CUDA: torch.compile looks at every function of torch.cuda.
+    reports = {}
+    for kernel in ("eager", "compiled"):
+        changes = {"objective.kernel": kernel, "steps": 2, "save_interval": 2}
+        reports[kernel] = train(tiny_settings(tmp_path / kernel, **changes))
+    for split in ("train", "validation"):
+        ours, expected = getattr(reports["compiled"], split), getattr(reports["eager"], split)
+        for name in ("loss", "tau", "l1_loss", "accept_rate"):
+            assert ours[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
+    # How it is computed may change when a run goes on.
+    changes = {"objective.kernel": "eager", "objective.chunk_bytes": 10**6, "steps": 3}
+    assert train(tiny_settings(tmp_path / "compiled", **changes)).steps == 3
+    with pytest.raises(DSparkError, match="objective was"):
+        train(tiny_settings(tmp_path / "compiled", **{"objective.ce_weight": 0.2, "steps": 4}))
