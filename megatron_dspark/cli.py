@@ -26,6 +26,9 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on standard output.")]
 
+Layout = Literal["deepspec", "speculators"]
+MaxFileGb = Annotated[float, typer.Option(help="Size of weight file, in GB, above which weights are split.", min=0.001)]
+
 
 def main() -> None:
     """Run the command line.
@@ -145,12 +148,72 @@ def export(
     output: Annotated[Path, typer.Option(help="Hugging Face folder to write; it must not hold anything yet.")],
     step: Annotated[int | None, typer.Option(help="Checkpoint of this step instead of the newest.")] = None,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Type of the exported weights.")] = "bfloat16",
+    layout: Annotated[Layout, typer.Option(help="deepspec is read by every engine, speculators by vLLM.")] = "deepspec",
+    target_name: Annotated[
+        str | None, typer.Option(help="The target's Hugging Face id, for the model card and the speculators layout.")
+    ] = None,
+    max_file_gb: MaxFileGb = 5.0,
     as_json: Json = False,
 ) -> None:
-    """Export a checkpoint to the Hugging Face layout that serving engines load."""
+    """Export a checkpoint to the Hugging Face layout that serving engines load (under torchrun: spread over ranks)."""
     from megatron_dspark.hf.from_checkpoint import export_checkpoint
 
-    _show(export_checkpoint(run, output, step=step, dtype=dtype), as_json)
+    report = export_checkpoint(
+        run,
+        output,
+        step=step,
+        dtype=dtype,
+        layout=layout,
+        target_name=target_name,
+        max_shard_bytes=_file_bytes(max_file_gb),
+    )
+    if int(os.environ.get("RANK", "0")) == 0:
+        _show(report, as_json)
+
+
+@app.command(name="import")
+def import_(
+    folder: Annotated[
+        Path, typer.Argument(help="A draft of DeepSpec, NeMo AutoModel, SpecForge, ModelOpt, speculators.")
+    ],
+    output: Annotated[Path, typer.Option(help="Hugging Face folder to write; it must not hold anything yet.")],
+    target: Annotated[
+        Path | None, typer.Option(help="The target's folder, for embeddings and depth that the draft's files lack.")
+    ] = None,
+    dtype: Annotated[
+        Literal["bfloat16", "float32"] | None, typer.Option(help="Type of the weights; by default as they are.")
+    ] = None,
+    layout: Annotated[Layout, typer.Option(help="Layout to write.")] = "deepspec",
+    max_file_gb: MaxFileGb = 5.0,
+    as_json: Json = False,
+) -> None:
+    """Convert a draft of another tool, told by its content, to the layout that is exported and trained on here."""
+    from megatron_dspark.hf.convert import import_draft
+
+    report = import_draft(
+        folder, output, target=target, dtype=dtype, layout=layout, max_shard_bytes=_file_bytes(max_file_gb)
+    )
+    _show(report, as_json)
+
+
+@app.command()
+def lint(
+    folder: Annotated[Path, typer.Argument(help="A draft's Hugging Face folder.")],
+    engine: Annotated[
+        str | None, typer.Option(help="Serving engine (vllm, sglang, mlx, trtllm, llamacpp) that has to load it.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Check a draft's folder against its layout, and say which engines will load it; exit code 1 on a problem."""
+    from megatron_dspark.hf.lint import lint_folder
+
+    report = lint_folder(folder)
+    refusal = None if engine is None else report.engine(engine)
+    _show(report, as_json)
+    if refusal is not None and not refusal.loads:
+        raise DSparkError(f"{refusal.engine} will not load {folder.name}: {refusal.reasons[0]}")
+    if not report.ok:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -206,6 +269,10 @@ def verify(
 def _without_answer(record: dict[str, Any]) -> dict[str, Any]:
     messages = record["messages"]
     return {**record, "messages": messages[:-1] if messages[-1]["role"] == "assistant" else messages}
+
+
+def _file_bytes(gigabytes: float) -> int:
+    return int(gigabytes * 1e9)
 
 
 def _show(report: Any, as_json: bool) -> None:

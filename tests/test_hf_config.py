@@ -10,7 +10,8 @@ from transformers import AutoConfig
 
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.hf.config import draft_hf_config, refuse_another_draft, settings_from_config
-from megatron_dspark.hf.rules import TARGET_ONLY_FIELDS, config_problems, local_paths, without_local_paths
+from megatron_dspark.hf.local_paths import local_paths, without_local_paths
+from megatron_dspark.hf.rules import TARGET_ONLY_FIELDS, config_problems
 from tests.hf_support import SETTINGS, TARGET, tiny_config
 
 

@@ -15,7 +15,7 @@ from megatron_dspark.hf import export as export_module
 from megatron_dspark.hf.layouts import DraftDimensions, safetensors_bytes, tensor_shapes
 from megatron_dspark.hf.lint import lint_folder
 from megatron_dspark.hf.load import load_draft
-from megatron_dspark.hf.rules import local_paths
+from megatron_dspark.hf.local_paths import local_paths
 from tests.distributed import RankPool
 from tests.hf_support import SETTINGS, TARGET, tiny_config
 from tests.test_hf_round_trip import VARIANTS, build, export

@@ -5,7 +5,7 @@ and free of lint, or it is not there.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from math import prod
@@ -22,11 +22,13 @@ from torch import Tensor
 
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.files import atomic_folder, sha256, write_json
+from megatron_dspark.hf.card import write_model_card
 from megatron_dspark.hf.config import draft_hf_config, settings_from_model
 from megatron_dspark.hf.layouts import DraftDimensions, tensor_shapes
 from megatron_dspark.hf.lint import PROVENANCE_FILE, EngineVerdict, engine_table, lint_folder
 from megatron_dspark.hf.load import CONFIG_FILE, INDEX_FILE
-from megatron_dspark.hf.rules import local_paths, without_local_paths
+from megatron_dspark.hf.local_paths import local_paths, without_local_paths
+from megatron_dspark.hf.speculators import speculators_config
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -35,6 +37,7 @@ SCHEMA = "megatron-dspark/export/1"
 # What every export records, None where the caller does not know it: an absent measurement is visible as such.
 RECORDED = ("run", "conventions", "data", "tau", "accepted_length")
 # Larger weights are split over several files with an index.
+WRITTEN_LAYOUTS = ("deepspec", "speculators")
 MAX_SHARD_BYTES = 5_000_000_000
 # safetensors' readers in transformers ask for it.
 _METADATA = {"format": "pt"}
@@ -46,6 +49,7 @@ class ExportReport:
 
     Attributes:
         folder: the published folder.
+        layout: "deepspec" or "speculators".
         dtype: of every tensor.
         tensors: their number.
         parameters: their elements.
@@ -55,6 +59,7 @@ class ExportReport:
     """
 
     folder: str
+    layout: str
     dtype: str
     tensors: int
     parameters: int
@@ -81,8 +86,11 @@ def export_draft(
     dtype: str = "bfloat16",
     provenance: Mapping[str, Any] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    *,
+    layout: str = "deepspec",
+    target_name: str | None = None,
 ) -> ExportReport:
-    """Write a draft in the DeepSpec layout. Every rank of the job calls it; one rank writes.
+    """Write a draft in the DeepSpec (or speculators) layout. Every rank of the job calls it; one rank writes.
 
     Tensors are gathered one at a time; the writing rank holds at most one weight file in memory.
 
@@ -94,6 +102,8 @@ def export_draft(
         provenance: what dspark_export.json records: `run`, `conventions`, `data`, `tau`, `accepted_length` and anything
             else that JSON holds. Paths of this machine inside it are cut to their last part.
         max_shard_bytes: size of weight file above which the weights are split.
+        layout: "deepspec" or "speculators".
+        target_name: the target's Hugging Face id, for the speculators layout and the model card.
 
     Returns:
         The report, the same on every rank.
@@ -127,27 +137,79 @@ def export_draft(
         return _from_writer(_take_part(lambda: None, tensors), writer)
 
     def write() -> ExportReport:
-        with atomic_folder(output_folder) as folder:
-            write_json(folder / CONFIG_FILE, config)
-            _write_weights(folder, config, tensors, max_shard_bytes)
-            weights = {path.name: sha256(path) for path in sorted(folder.glob("*.safetensors"))}
-            write_json(folder / PROVENANCE_FILE, _record(config, record, weights))
-            lint = lint_folder(folder)
-            if lint.problems:
-                more = f" (and {len(lint.problems) - 1} more)" if len(lint.problems) > 1 else ""
-                raise DSparkError(f"the export breaks a rule and was not published: {lint.problems[0].sentence}{more}")
-            files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-        return ExportReport(
-            folder=str(output_folder),
-            dtype=dtype,
-            tensors=len(tensor_shapes(DraftDimensions.from_config(config))),
-            parameters=sum(prod(shape) for shape in tensor_shapes(DraftDimensions.from_config(config)).values()),
-            files=files,
-            engines=lint.engines,
+        return publish_folder(
+            output_folder,
+            config,
+            tensors,
+            record,
+            layout=layout,
+            target_architectures=list(target_hf_config.get("architectures") or []),
+            target_name=target_name,
+            max_shard_bytes=max_shard_bytes,
             shortened_paths=tuple(place for place, _ in local_paths(provenance or {})),
         )
 
     return _from_writer(_take_part(write, tensors), writer)
+
+
+def publish_folder(
+    output_folder: str | Path,
+    config: Mapping[str, Any],
+    tensors: Iterable[tuple[str, Tensor]],
+    record: Mapping[str, Any],
+    *,
+    layout: str = "deepspec",
+    target_architectures: Sequence[str] = (),
+    target_name: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    shortened_paths: tuple[str, ...] = (),
+) -> ExportReport:
+    """Write a draft's folder: config, weights as they come, record and model card; publish it if lint finds nothing.
+
+    Args:
+        output_folder: where to publish; it must not hold anything yet.
+        config: config.json in the DeepSpec layout.
+        tensors: (name, whole tensor) of every tensor of the layout.
+        record: what dspark_export.json says beside what is written here.
+        layout: "deepspec" or "speculators".
+        target_architectures: of the target's config.json, for the speculators layout.
+        target_name: the target's Hugging Face id, for the speculators layout and the model card.
+        max_shard_bytes: size of weight file above which the weights are split.
+        shortened_paths: for the report.
+
+    Raises:
+        DSparkError: the folder is taken, a tensor is not finite, or the result breaks a rule.
+    """
+    if layout not in WRITTEN_LAYOUTS:
+        raise DSparkError(f"layout {layout!r} cannot be written; choose {' or '.join(WRITTEN_LAYOUTS)}")
+    written = dict(config)
+    if layout == "speculators":
+        written = speculators_config(config, list(target_architectures), target_name)
+    shapes = tensor_shapes(DraftDimensions.from_config(config))
+    with atomic_folder(output_folder) as folder:
+        write_json(folder / CONFIG_FILE, written)
+        _write_weights(folder, config, tensors, max_shard_bytes)
+        weights = {path.name: sha256(path) for path in sorted(folder.glob("*.safetensors"))}
+        whole_record = _record(config, record, weights, layout)
+        if target_name is not None:
+            whole_record["target"] = {**(whole_record.get("target") or {}), "hub_id": target_name}
+        write_json(folder / PROVENANCE_FILE, whole_record)
+        lint = lint_folder(folder)
+        if lint.problems:
+            more = f" (and {len(lint.problems) - 1} more)" if len(lint.problems) > 1 else ""
+            raise DSparkError(f"the export breaks a rule and was not published: {lint.problems[0].sentence}{more}")
+        write_model_card(folder, Path(output_folder).name, config, whole_record, lint.engines)
+        files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    return ExportReport(
+        folder=str(output_folder),
+        layout=layout,
+        dtype=config["dtype"],
+        tensors=len(shapes),
+        parameters=sum(prod(shape) for shape in shapes.values()),
+        files=files,
+        engines=lint.engines,
+        shortened_paths=shortened_paths,
+    )
 
 
 def _write_weights(
@@ -178,11 +240,13 @@ def _write_weights(
         write_json(folder / INDEX_FILE, index)
 
 
-def _record(config: Mapping[str, Any], provenance: Mapping[str, Any], weights: Mapping[str, str]) -> dict[str, Any]:
+def _record(
+    config: Mapping[str, Any], provenance: Mapping[str, Any], weights: Mapping[str, str], layout: str = "deepspec"
+) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "written_by": f"megatron-dspark {version('megatron-dspark')}",
-        "layout": "deepspec",
+        "layout": layout,
         "dtype": config["dtype"],
         "weights_sha256": dict(weights),
         "block_layout": {

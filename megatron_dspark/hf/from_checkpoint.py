@@ -1,5 +1,6 @@
 """From a training run's sharded checkpoint to a Hugging Face folder."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,23 +8,38 @@ from megatron_dspark.builder import DSparkModelBuilder
 from megatron_dspark.config import DSparkModelConfig
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.files import read_json, write_json
-from megatron_dspark.hf.export import ExportReport, export_draft
-from megatron_dspark.hf.lint import PROVENANCE_FILE
-from megatron_dspark.hf.rules import without_local_paths
+from megatron_dspark.hf.card import CARD_FILE, model_card, write_model_card
+from megatron_dspark.hf.export import MAX_SHARD_BYTES, ExportReport, export_draft
+from megatron_dspark.hf.lint import PROVENANCE_FILE, lint_folder
+from megatron_dspark.hf.load import read_config
+from megatron_dspark.hf.local_paths import without_local_paths
 from megatron_dspark.parallel import process_groups
 from megatron_dspark.training.checkpoint import Checkpoint, find_checkpoint, load_draft_weights
 
 
 def export_checkpoint(
-    run: str | Path, output: str | Path, *, step: int | None = None, dtype: str = "bfloat16"
+    run: str | Path,
+    output: str | Path,
+    *,
+    step: int | None = None,
+    dtype: str = "bfloat16",
+    layout: str = "deepspec",
+    target_name: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> ExportReport:
-    """Export a checkpoint of any tensor- or data-parallel size; one process, without the target.
+    """Export a checkpoint of any layout, without the target.
+
+    One process holds the draft once; under torchrun it is spread over the ranks by tensor parallelism, whatever the
+    layout of the run was. The writing rank gathers one tensor at a time and holds at most one weight file.
 
     Args:
         run: a run's output folder, or one of its `step-…` folders.
         output: the folder to publish; it must not hold anything yet.
         step: optimizer step; None for the newest.
         dtype: "bfloat16" or "float32".
+        layout: "deepspec" or "speculators".
+        target_name: the target's Hugging Face id, for the speculators layout and the model card.
+        max_shard_bytes: size of weight file above which the weights are split.
 
     Raises:
         DSparkError: there is no checkpoint, it cannot be read, or the export is refused (see `export_draft`).
@@ -33,25 +49,46 @@ def export_checkpoint(
         raise DSparkError(f"{run} holds no checkpoint; train a run there first, or name another folder")
     config = DSparkModelConfig.from_dict(checkpoint.run["model"])
     config.target_path = None
-    config.transformer.tensor_model_parallel_size = 1
-    with process_groups(1, seed=0) as groups:
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    config.transformer.tensor_model_parallel_size = ranks
+    # The checkpoint fills every parameter: drawing random ones first would cost more than reading it.
+    config.transformer.perform_initialization = False
+    config.validate(ranks)
+    with process_groups(ranks, seed=0) as groups:
         model = DSparkModelBuilder(config).build_model(groups)
         load_draft_weights(checkpoint, model)
-        return export_draft(model.draft, checkpoint.run["target"]["config"], output, dtype, _provenance(checkpoint))
+        return export_draft(
+            model.draft,
+            checkpoint.run["target"]["config"],
+            output,
+            dtype,
+            _provenance(checkpoint),
+            max_shard_bytes,
+            layout=layout,
+            target_name=target_name,
+        )
 
 
 def record_accepted_length(folder: str | Path, measured: dict[str, Any]) -> None:
-    """Write what the verifier measured into the export's `dspark_export.json`.
+    """Write what the verifier measured into the export's `dspark_export.json` and its model card.
+
+    A model card that somebody has edited is left as it is.
 
     Args:
         folder: the exported draft.
         measured: the accepted length and how it was measured.
     """
-    path = Path(folder) / PROVENANCE_FILE
-    record = read_json(path, "the export's record")
+    folder = Path(folder)
+    path, card = folder / PROVENANCE_FILE, folder / CARD_FILE
+    record, config = read_json(path, "the export's record"), read_config(folder)
+    engines = lint_folder(folder).engines
+    name = folder.resolve().name
+    ours = card.exists() and card.read_text(encoding="utf-8") == model_card(name, config, record, list(engines))
     # One entry a way of decoding: a sampled measurement does not replace the greedy one.
     record["accepted_length"] = {**(record.get("accepted_length") or {}), **without_local_paths(measured)}
     write_json(path, record)
+    if ours:
+        write_model_card(folder, name, config, record, engines)
 
 
 def _provenance(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from rich.text import Text
 
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.files import read_json
-from megatron_dspark.hf.layouts import DraftDimensions, tensor_shapes
+from megatron_dspark.hf.layouts import DTYPES, DraftDimensions, tensor_shapes
 from megatron_dspark.hf.load import DraftTensors, read_config, tensor_problems
-from megatron_dspark.hf.rules import Problem, config_problems, local_paths
+from megatron_dspark.hf.local_paths import local_paths
+from megatron_dspark.hf.rules import Problem, config_problems
 
 PROVENANCE_FILE = "dspark_export.json"
 
@@ -116,7 +117,18 @@ def lint_folder(folder: str | Path) -> LintReport:
     folder = Path(folder)
     config = read_config(folder)
     tensors = DraftTensors(folder)
-    problems = config_problems(config)
+    speculators = "speculators_model_type" in config or "transformer_layer_config" in config
+    problems = list(_local_paths(config)) if speculators else []
+    if speculators:
+        # Importing transformers, which reads the nested config, takes a second that other folders do not need.
+        from megatron_dspark.hf.foreign import convert
+
+        try:
+            config = convert(config, tensors.shapes, _dtype_of(tensors)).config
+        except DSparkError as error:
+            problems.append(Problem("layout", str(error)))
+            return LintReport(folder.name, tuple(problems), tuple(_refusals(str(error))))
+    problems += config_problems(config)
     # Broken sizes are among the problems already; then there are no shapes to compare with.
     with contextlib.suppress(DSparkError):
         problems += tensor_problems(config, tensors.shapes, tensors.dtypes)
@@ -133,6 +145,8 @@ def lint_folder(folder: str | Path) -> LintReport:
     verdicts = tuple(
         _verdict(engine, constraints, config, tensors, problems) for engine, constraints in engine_constraints().items()
     )
+    if speculators:
+        verdicts = tuple(_of_speculators(verdict) for verdict in verdicts)
     return LintReport(folder.name, tuple(problems), verdicts)
 
 
@@ -154,6 +168,28 @@ def engine_table(verdicts: tuple[EngineVerdict, ...]) -> Table:
         detail = "; ".join(verdict.reasons) or verdict.launch or ""
         table.add_row(verdict.engine, ("yes" if verdict.loads else "no") + evidence, escape(detail))
     return table
+
+
+def _of_speculators(verdict: EngineVerdict) -> EngineVerdict:
+    """The speculators layout is vLLM's own: the other engines look for keys at top level, and count taps from 0."""
+    if verdict.engine.startswith("vllm"):
+        return verdict
+    why = "it reads the DeepSpec layout and this is the speculators layout; convert it with megatron-dspark import"
+    return replace(verdict, loads=False, reasons=(why, *verdict.reasons))
+
+
+def _refusals(reason: str) -> Iterator[EngineVerdict]:
+    for engine, constraints in engine_constraints().items():
+        yield EngineVerdict(engine, False, (reason,), bool(constraints["run"]), None)
+
+
+def _dtype_of(tensors: DraftTensors) -> str:
+    spellings = {spelling: dtype for dtype, (spelling, _) in DTYPES.items()}
+    return next((spellings[found] for found in tensors.dtypes.values() if found in spellings), "bfloat16")
+
+
+def _local_paths(config: Mapping[str, Any]) -> Iterator[Problem]:
+    return (problem for problem in config_problems(config) if problem.rule == "local-paths")
 
 
 def _verdict(

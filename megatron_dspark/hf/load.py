@@ -94,9 +94,9 @@ def load_draft(folder: str | Path) -> LoadedDraft:
     folder = Path(folder)
     config = read_config(folder)
     _refuse_other_layouts(folder, config)
-    _refuse_unreadable(folder, config_problems(config))
+    refuse_unreadable(folder, config_problems(config))
     tensors = DraftTensors(folder)
-    _refuse_unreadable(folder, tensor_problems(config, tensors.shapes, tensors.dtypes))
+    refuse_unreadable(folder, tensor_problems(config, tensors.shapes, tensors.dtypes))
     return LoadedDraft(config, tensors)
 
 
@@ -174,7 +174,8 @@ def tensor_problems(
     return problems
 
 
-def _refuse_unreadable(folder: Path, problems: list[Problem]) -> None:
+def refuse_unreadable(folder: Path, problems: list[Problem]) -> None:
+    """Raise DSparkError on the first problem that takes the weights' one meaning away."""
     unreadable = [problem for problem in problems if not problem.readable]
     if unreadable:
         more = f" (and {len(unreadable) - 1} more: lint the folder)" if len(unreadable) > 1 else ""
@@ -244,7 +245,7 @@ def _refuse_other_layouts(folder: Path, config: Mapping[str, Any]) -> None:
         layout = "DeepSeek-V4's bundled layout"
     if layout:
         raise DSparkError(
-            f"{folder} holds a draft in {layout}, and only DeepSpec's is read; convert it with the tool that wrote it"
+            f"{folder} holds a draft in {layout}, and only DeepSpec's is read; convert it with megatron-dspark import"
         )
     if "block_size" not in config and "target_layer_ids" not in config:
         raise DSparkError(

@@ -2,13 +2,13 @@
 
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.hf.layouts import DTYPES, DraftDimensions
+from megatron_dspark.hf.local_paths import local_paths
 
 ARCHITECTURE = "Qwen3DSparkModel"
 MODEL_TYPE = "qwen3"
@@ -258,6 +258,52 @@ def _target_only(config: Mapping[str, Any]) -> Iterator[Problem]:
             )
 
 
+def _second_opinions(config: Mapping[str, Any]) -> Iterator[Problem]:
+    """What a nested block or another tool's key says, where engines may read it instead of the key at top level."""
+    for place in ("dflash_config", "dspark_config"):
+        nested = _inner(config, place)
+        for key in ("target_layer_ids", "mask_token_id", "block_size", "markov_rank", "markov_head_type"):
+            if key in nested and key in config and nested[key] != config[key]:
+                yield Problem(
+                    "nested-keys",
+                    f"config.json says {key} = {config[key]!r} at top level and {nested[key]!r} in {place}; engines "
+                    "read one or the other, so write the same in both or remove the second",
+                )
+        method = nested.get("projector_type", "dspark")
+        if method != "dspark":
+            yield Problem(
+                "method",
+                f"config.json says {place}.projector_type = {method!r}, by which engines choose another drafting "
+                "method and leave the heads out; write 'dspark' or remove it",
+            )
+    for key in ("method", "algorithm", "speculators_model_type"):
+        if config.get(key, "dspark") != "dspark":
+            yield Problem(
+                "method",
+                f"config.json says {key} = {config[key]!r}, another drafting method; write 'dspark' or remove it",
+            )
+    if _inner(config, "dflash_config").get("causal") or config.get("is_causal"):
+        yield Problem(
+            "block-visibility",
+            "config.json says that a slot sees only earlier slots of its block, and this draft's slots see the whole "
+            "block; remove causal, or set it to false",
+        )
+    shifted, taps = config.get("aux_hidden_state_layer_ids"), config.get("target_layer_ids")
+    if isinstance(shifted, list) and isinstance(taps, list) and shifted != [tap + 1 for tap in taps]:
+        yield Problem(
+            "tap-shift",
+            f"config.json says aux_hidden_state_layer_ids = {shifted} beside target_layer_ids = {taps}; the first "
+            f"counts from 1 and has to be {[tap + 1 for tap in taps]}, or an engine reads other layers; remove it",
+        )
+    reduced, whole = config.get("draft_vocab_size"), config.get("vocab_size")
+    if reduced is not None and reduced != whole:
+        yield Problem(
+            "draft-vocabulary",
+            f"config.json says draft_vocab_size = {reduced!r} and vocab_size = {whole!r}, for which engines look for "
+            "d2t; a draft of this layout proposes from the whole vocabulary, so remove draft_vocab_size",
+        )
+
+
 def _local_paths(config: Mapping[str, Any]) -> Iterator[Problem]:
     for place, path in local_paths(config):
         yield Problem(
@@ -275,36 +321,6 @@ _RULES: tuple[Callable[[Mapping[str, Any]], Iterator[Problem]], ...] = (
     _taps,
     _rotary,
     _target_only,
+    _second_opinions,
     _local_paths,
 )
-
-# A home folder, a Windows drive, a file URL, or an absolute path: one of two parts or more inside a text, or a text
-# that is nothing else. A lone "/word" inside a text is left alone: "tokens /s" is not a path.
-_LOCAL_PATH = re.compile(
-    r"(?:(?<=[\s\"'=:,(\[])|^)"
-    r"(?:(?:file://)?(?:~|/[\w.@+-]+)(?:/[\w.@+-]+)+/?|[A-Za-z]:\\[^\s\"']*|(?<![^\n])/[\w.@+-]+/?$)"
-)
-
-
-def local_paths(value: Any, place: str = "top level") -> Iterator[tuple[str, str]]:
-    """Every path of this machine inside the strings of a JSON value, with the keys that lead to it."""
-    if isinstance(value, str):
-        for match in _LOCAL_PATH.finditer(value):
-            yield place, match.group()
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from local_paths(inner, f"{place} > {key}" if place != "top level" else str(key))
-    elif isinstance(value, list | tuple):
-        for number, inner in enumerate(value):
-            yield from local_paths(inner, f"{place} > {number}")
-
-
-def without_local_paths(value: Any) -> Any:
-    """The same JSON value with every path of this machine cut to its last part."""
-    if isinstance(value, str):
-        return _LOCAL_PATH.sub(lambda match: re.split(r"[\\/]", match.group().rstrip("/\\"))[-1], value)
-    if isinstance(value, Mapping):
-        return {key: without_local_paths(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_local_paths(inner) for inner in value]
-    return value
