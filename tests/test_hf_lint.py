@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from rich.console import Console
 
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.hf import lint
 from megatron_dspark.hf.lint import lint_folder
 from megatron_dspark.hf.rules import REQUIRED_KEYS
+from megatron_dspark.hf.speculators import speculators_config
 from tests.hf_support import (
     Change,
     Tensors,
@@ -133,8 +135,58 @@ BROKEN: dict[str, tuple[Change, str, str, set[str]]] = {
     "sliding layer": (say(layer_types=["sliding_attention"] * 2), "layer-types", "'full_attention' 2 times", set()),
     "mask outside": (say(mask_token_id=500), "mask-token-id", "outside the vocabulary of 128", set()),
     "dtype disagrees": (say(dtype="float32"), "dtype", "config.json says float32 and the tensors are bfloat16", ALL),
+    "another method": (say(method="dflash"), "method", "method = 'dflash'", set()),
+    "another projector": (
+        say(dflash_config={"projector_type": "dflash"}),
+        "method",
+        "dflash_config.projector_type = 'dflash'",
+        set(),
+    ),
+    "tap shift": (
+        say(aux_hidden_state_layer_ids=[1, 3, 5]),
+        "tap-shift",
+        "the first counts from 1 and has to be [2, 4, 6]",
+        set(),
+    ),
+    "tap shift in the nested copy": (
+        say(dflash_config={"target_layer_ids": [2, 4, 6]}),
+        "nested-keys",
+        "target_layer_ids = [1, 3, 5] at top level and [2, 4, 6] in dflash_config",
+        set(),
+    ),
+    "two mask tokens": (say(dspark_config={"mask_token_id": 3}), "nested-keys", "mask_token_id = 127", set()),
+    "causal block": (say(is_causal=True), "block-visibility", "sees only earlier slots", set()),
+    "reduced vocabulary": (say(draft_vocab_size=64), "draft-vocabulary", "draft_vocab_size = 64", set()),
     "local path": (say(source="/scratch/someone/target"), "local-paths", "/scratch/someone/target", ALL),
 }
+
+
+# The load failures that users of serving engines have reported, each with the case above that names it.
+REPORTED = {
+    "zero Markov rank": "rank 0",
+    "wrong method key": "another method",
+    "method chosen by the projector": "another projector",
+    "confidence weight without bias": "confidence bias missing",
+    "flat Markov names": "flat head name",
+    "flat confidence names": "flat confidence name",
+    "model. prefix": "model prefix",
+    "tap ids shifted by one": "tap shift",
+    "nested tap ids that disagree": "tap shift in the nested copy",
+    "last-layer tap": "last-layer tap",
+    "embedding tap": "embedding tap",
+    "rows of a padded vocabulary": "padded vocabulary",
+    "partial rotary copied from the target": "partial rotary copied",
+    "rotary base in one place only": "rotary base at top level only",
+    "lm_head absent": "lm_head absent",
+    "sample_from_anchor not written": "slot 0 unsaid",
+    "embeddings tied": "tied",
+    "attention gate copied from the target": "gated attention copied",
+    "a path of the training machine": "local path",
+}
+
+
+def test_every_reported_load_failure_is_a_case() -> None:
+    assert len(set(REPORTED.values())) == len(REPORTED) >= 16 and set(REPORTED.values()) <= set(BROKEN)
 
 
 @pytest.mark.parametrize("case", BROKEN)
@@ -191,6 +243,37 @@ def test_the_report_is_plain_and_readable(tmp_path: Path) -> None:
     text = console.export_text()
     assert "frozen-replicas" in text and "sglang_0.5.23" in text
     assert '\'{"method":"dspark","model":"DRAFT","num_speculative_tokens":6}\'' in result.engine("vllm").launch
+
+
+def speculators_folder(folder: Path, **changes: Any) -> Path:
+    config = tiny_config()
+    written = {**speculators_config(config, ["LlamaForCausalLM"]), **changes}
+    written = {key: value for key, value in written.items() if value is not None}
+    return write_folder(folder, written, random_tensors(config))
+
+
+def test_the_speculators_layout_is_linted_in_its_own_terms(tmp_path: Path) -> None:
+    result = lint_folder(speculators_folder(tmp_path / "good"))
+    assert result.ok and loading(result) == {"vllm_0.26_0.33"}
+    assert "convert it with megatron-dspark import" in result.engine("mlx").reasons[0]
+    unsaid = lint_folder(speculators_folder(tmp_path / "unsaid", sample_from_anchor=None))
+    assert not unsaid.ok and loading(unsaid) == set() and "vLLM takes false" in unsaid.problems[0].sentence
+    last = lint_folder(speculators_folder(tmp_path / "last", aux_hidden_state_layer_ids=[2, 4, 8]))
+    assert not last.ok and "tap 7 is the last of 8 layers" in last.problems[0].sentence
+
+
+def test_the_verb_ends_with_an_error_where_the_engine_refuses(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    from megatron_dspark.cli import lint as verb
+
+    folder = write_folder(tmp_path / "draft", tiny_config(markov_head_type="gated"))
+    verb(folder, engine=None, as_json=False)
+    verb(folder, engine="sglang", as_json=False)
+    with pytest.raises(DSparkError, match=r"vllm_0.26_0.33 will not load draft: .*vanilla Markov head"):
+        verb(folder, engine="vllm", as_json=False)
+    broken = write_folder(tmp_path / "broken", {**tiny_config(), "tie_word_embeddings": True})
+    with pytest.raises(typer.Exit) as ended:
+        verb(broken, engine=None, as_json=False)
+    assert ended.value.exit_code == 1
 
 
 def test_an_unknown_engine_is_refused(tmp_path: Path) -> None:

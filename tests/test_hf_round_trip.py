@@ -152,6 +152,22 @@ def test_released_weights_land_where_an_independent_mapping_puts_them(
     two_ranks.run(matches_an_independent_mapping, folder, kind)
 
 
+def test_keys_are_loaded_in_any_order(tmp_path: Path) -> None:
+    from megatron_dspark.hf.mapping import load_tensors
+
+    config = tiny_config(markov_head_type="gated", dtype="float32")
+    tensors = random_tensors(config)
+    names = sorted(tensors)
+    orders = [names, names[::-1], sorted(names, key=lambda name: name[::-1])]
+    loaded = []
+    for order in orders:
+        draft = build({"markov_head_type": "gated"}, 1, torch.float32)
+        load_tensors(draft, config, {name: tensors[name] for name in order})
+        loaded.append([parameter.detach().clone() for parameter in draft.parameters()])
+    for other in loaded[1:]:
+        assert all(torch.equal(first, second) for first, second in zip(loaded[0], other, strict=True))
+
+
 def exported_bytes(rank: int, world_size: int, folder: Path, variant: dict[str, Any], source: Path) -> None:
     draft = build(variant, world_size, torch.float32)
     load_into_module(source, draft)

@@ -1,6 +1,6 @@
 """Reading a draft of any known layout, and writing it in the DeepSpec layout."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +32,11 @@ class ConvertedTensors(Mapping[str, Tensor]):
     def __init__(self, tensors: DraftTensors, names: Mapping[str, str], target: TargetConfig | None) -> None:
         self._tensors, self._names, self._target = tensors, names, target
         self.from_target = tuple(name for name in REPLICAS if name not in names)
+
+    def taking_from_target(self, names: Iterable[str]) -> "ConvertedTensors":
+        """The same tensors, but these replicas read from the target's folder."""
+        kept = {ours: theirs for ours, theirs in self._names.items() if ours not in set(names)}
+        return ConvertedTensors(self._tensors, kept, self._target)
 
     @cached_property
     def _tables(self) -> dict[str, Tensor]:

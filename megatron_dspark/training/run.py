@@ -30,6 +30,7 @@ from megatron_dspark.training.report import Reporter, peak_memory_bytes
 from megatron_dspark.training.settings import TrainSettings
 from megatron_dspark.training.setup import build_training, check_resumable, describe_data
 from megatron_dspark.training.step import forward_step_dspark
+from megatron_dspark.training.warm_start import WarmStart, open_warm_start, start_from_draft
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,15 @@ def train(settings: TrainSettings, *, resume: bool = True) -> TrainReport:
     checkpoint = find_checkpoint(settings.output)
     if checkpoint is not None:
         check_resumable(settings, target, data, checkpoint, resume)
+    warm_start = None
+    if checkpoint is None and settings.warm_start is not None:
+        warm_start = open_warm_start(settings.warm_start, config)
     samples = load_samples(settings.data, target.folder, settings.max_length)
     held_out = load_samples(settings.validation, target.folder, settings.max_length) if settings.validation else []
     # The sampler's refusals need no process group either.
     _sampler(settings, samples, 0, world_size // settings.parallel.tensor)
     with process_groups(settings.parallel.tensor, settings.seed) as groups:
-        return _Run(settings, config, target, data, groups, samples, held_out, checkpoint).train()
+        return _Run(settings, config, target, data, groups, samples, held_out, checkpoint, warm_start).train()
 
 
 class _Run:
@@ -100,6 +104,7 @@ class _Run:
         samples: list[ChatSample],
         held_out: list[ChatSample],
         checkpoint: Checkpoint | None,
+        warm_start: WarmStart | None,
     ) -> None:
         self.settings, self.config, self.target, self.data, self.groups = settings, config, target, data, groups
         self.model, self.optimizer, self.scheduler = build_training(settings, config, groups)
@@ -107,6 +112,9 @@ class _Run:
         self.metrics: dict[str, dict[str, float]] = {"first_validation": {}, "validation": {}, "train": {}}
         if checkpoint is None and settings.draft.markov_start == "bigrams":
             start_from_bigrams(self.module.draft, samples, config.markov_rank)
+            self.optimizer.reload_model_params()
+        if warm_start is not None:
+            start_from_draft(self.module.draft, warm_start)
             self.optimizer.reload_model_params()
         if checkpoint is not None:
             load_checkpoint(checkpoint, self.module, self.optimizer, self.scheduler)

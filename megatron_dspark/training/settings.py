@@ -96,6 +96,8 @@ class TrainSettings:
     output: str = ""
     """Folder of the run: checkpoints, metrics, TensorBoard."""
 
+    warm_start: str | None = None
+    """Folder of a draft to start from, in any layout that `megatron-dspark import` reads; None starts at random."""
     steps: int = 1000
     global_batch_size: int = 32
     micro_batch_size: int = 4
@@ -162,6 +164,11 @@ class TrainSettings:
             raise DSparkError(f"precision is {self.precision!r} and must be one of {', '.join(PRECISIONS)}")
         if self.draft.markov_start not in ("random", "bigrams"):
             raise DSparkError(f"draft.markov_start is {self.draft.markov_start!r}; use 'random' or 'bigrams'")
+        if self.draft.markov_start == "bigrams" and self.warm_start is not None:
+            raise DSparkError(
+                f"draft.markov_start is 'bigrams' and warm_start is {self.warm_start}, which has a Markov head "
+                "already; drop one of them"
+            )
         if self.draft.markov_start == "bigrams" and self.draft.markov_head_type != "vanilla":
             raise DSparkError(
                 f"draft.markov_start 'bigrams' is for the vanilla head and draft.markov_head_type is "
