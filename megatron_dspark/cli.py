@@ -252,6 +252,7 @@ def verify(
         device=device,
     )
     if record:
+        from megatron_dspark.files import sha256
         from megatron_dspark.hf.from_checkpoint import record_accepted_length
 
         way = "greedy" if temperature == 0 else f"temperature {temperature:g}"
@@ -259,7 +260,12 @@ def verify(
             f"megatron-dspark verify --prompts {prompts.name} --limit {limit} --max-new-tokens {max_new_tokens} "
             f"--temperature {temperature:g} --dtype {dtype}"
         )
-        measured = {"tokens_per_iteration": report.accepted_length, "prompts": report.prompts, "command": command}
+        measured = {
+            "tokens_per_iteration": report.accepted_length,
+            "prompts": report.prompts,
+            "prompts_sha256": sha256(prompts),
+            "command": command,
+        }
         record_accepted_length(draft, {way: measured})
     _show(report, as_json)
     if any(not mismatch.explained_by_rounding for mismatch in report.exactness.mismatches):

@@ -1,0 +1,64 @@
+"""A checkpoint is exported by one process or by ranks that hold a part each: the same file, and its record."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dspark.errors import DSparkError
+from megatron_dspark.hf.from_checkpoint import export_checkpoint
+from megatron_dspark.hf.lint import lint_folder
+from megatron_dspark.training.run import train
+from tests.distributed import RankPool
+from tests.test_training import tiny_settings
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint") / "run"
+    train(tiny_settings(folder, steps=1, save_interval=1))
+    return folder
+
+
+def export_on_rank(rank: int, size: int, run: Path, output: Path, arguments: dict[str, Any]) -> dict[str, Any]:
+    from megatron.core.tensor_parallel import layers
+
+    built: list[int] = []
+    original = layers.VocabParallelEmbedding.__init__
+
+    def spy(self: Any, *positional: Any, **keywords: Any) -> None:
+        original(self, *positional, **keywords)
+        built.append(self.weight.shape[0])
+
+    layers.VocabParallelEmbedding.__init__ = spy
+    try:
+        report = export_checkpoint(run, output, **arguments).as_dict()
+    finally:
+        layers.VocabParallelEmbedding.__init__ = original
+    return {**report, "rows": built}
+
+
+def test_one_process_and_two_ranks_write_the_same_bytes(run: Path, two_ranks: RankPool, tmp_path: Path) -> None:
+    arguments = {"dtype": "float32", "max_shard_bytes": 200_000, "target_name": "someone/tiny"}
+    one = export_on_rank(0, 1, run, tmp_path / "one" / "draft", arguments)
+    first, second = two_ranks.run(export_on_rank, run, tmp_path / "two" / "draft", arguments)
+    assert first["files"] == second["files"] == one["files"] and len(one["files"]) > 4
+    for name in one["files"]:
+        assert (tmp_path / "one" / "draft" / name).read_bytes() == (tmp_path / "two" / "draft" / name).read_bytes()
+    # No rank of the two holds a whole table.
+    assert max(first["rows"] + second["rows"]) < max(one["rows"])
+
+
+def test_the_record_says_where_the_weights_come_from(run: Path, tmp_path: Path) -> None:
+    export_checkpoint(run, tmp_path / "draft", layout="speculators")
+    record = json.loads((tmp_path / "draft" / "dspark_export.json").read_text())
+    assert record["layout"] == "speculators" and record["run"]["step"] == 1
+    assert len(record["data"]["sha256"]) == len(record["target"]["fingerprint"]) == 64
+    assert record["tau"] == record["run"]["metrics"]["validation"]["tau"]
+    assert set(record["conventions"]) >= {"loss_normalizer", "loss_decay_gamma", "detach_confidence_features"}
+    assert record["block_layout"]["predictions"] == "slot k predicts the token at anchor + k + 1"
+    assert lint_folder(tmp_path / "draft").engine("vllm").loads
+    with pytest.raises(DSparkError, match="layout 'gguf' cannot be written"):
+        export_checkpoint(run, tmp_path / "other", layout="gguf")
+    assert not (tmp_path / "other").exists()
