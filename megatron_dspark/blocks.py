@@ -38,14 +38,31 @@ def eligible_anchors(loss_mask: Tensor, documents: Tensor | None = None) -> Tens
 
 
 def draw_anchors(
-    loss_mask: Tensor, num_anchors: int, *, seed: int, epoch: int, sample_id: str, documents: Tensor | None = None
+    loss_mask: Tensor,
+    num_anchors: int,
+    *,
+    seed: int,
+    epoch: int,
+    sample_id: str,
+    documents: Tensor | None = None,
+    within: Tensor | None = None,
 ) -> Tensor:
     """Draw up to `num_anchors` eligible anchors without replacement, from a generator keyed by the arguments.
+
+    Args:
+        loss_mask: [S] bool.
+        num_anchors: most anchors to draw.
+        seed: of the run.
+        epoch: of the draw.
+        sample_id: of the sample.
+        documents: see `eligible_anchors`.
+        within: [S] bool positions to draw from, see `context_shards.blocks_within_shard`; None for all.
 
     Returns:
         [≤ num_anchors] int64, increasing; empty when nothing is eligible.
     """
-    candidates = eligible_anchors(loss_mask, documents).nonzero().flatten()
+    eligible = eligible_anchors(loss_mask, documents)
+    candidates = (eligible if within is None else eligible & within).nonzero().flatten()
     order = torch.randperm(len(candidates), generator=keyed_generator("anchors", seed, epoch, sample_id))
     return candidates[order[:num_anchors]].sort().values
 
@@ -73,6 +90,11 @@ class BlockLayout:
     previous_ids: Tensor
     label_rows: Tensor
     supervised: Tensor
+
+    @property
+    def padded_anchors(self) -> Tensor:
+        """[B, A] anchor positions, `NO_ANCHOR` where there is none."""
+        return torch.where(self.valid, self.anchors, NO_ANCHOR)
 
 
 def lay_out_blocks(
@@ -146,32 +168,60 @@ def context_visibility(layout: BlockLayout, context_length: int, documents: Tens
     return visible
 
 
-def context_spans(layout: BlockLayout, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def document_starts(documents: Tensor) -> Tensor:
+    """Return the first row of the document that each row of `documents` [B, S] belongs to, documents in one piece."""
+    rows = torch.arange(documents.shape[1], device=documents.device)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return torch.where(begins, rows, 0).cummax(dim=1).values
+
+
+def document_positions(documents: Tensor) -> Tensor:
+    """Return rotary positions [B, S] that start at 0 in every document."""
+    return torch.arange(documents.shape[1], device=documents.device) - document_starts(documents)
+
+
+def count_samples(loss_mask: Tensor, documents: Tensor | None = None) -> int:
+    """Return how many samples with a supervised token a micro-batch has: rows, or documents of packed rows.
+
+    A row without any only fills up a micro-batch.
+    """
+    if documents is None:
+        return int(loss_mask.any(dim=1).sum())
+    row, place = (loss_mask & (documents >= 0)).nonzero(as_tuple=True)
+    return len(torch.stack([row, documents[row, place]]).unique(dim=1).t())
+
+
+def context_spans(anchors: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return what `context_visibility` says as one span of rows a block: from the document's start to the anchor.
 
     Args:
-        layout: the micro-batch's blocks.
+        anchors: [B, A] with `NO_ANCHOR` for padding.
         documents: [B, S] document of each row, each document in one piece; None for one document a row.
 
     Returns:
         starts, ends: [B, A] the first visible row and the row after the last; equal where there is none.
     """
-    starts = torch.zeros_like(layout.anchors)
+    safe_anchors = anchors.clamp(min=0)
+    starts = torch.zeros_like(anchors)
     if documents is not None:
-        rows = torch.arange(documents.shape[1], device=documents.device)
-        begins = torch.ones_like(documents, dtype=torch.bool)
-        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-        starts = torch.where(begins, rows, 0).cummax(dim=1).values.gather(1, layout.anchors)
-    return starts, torch.where(layout.valid, layout.anchors, starts)
+        starts = document_starts(documents).gather(1, safe_anchors)
+    return starts, torch.where(anchors >= 0, safe_anchors, starts)
 
 
-def visible_rows(layout: BlockLayout, context_length: int, documents: Tensor | None = None) -> Tensor:
-    """Return which context rows at least one block sees: [B, S] bool."""
-    starts, ends = context_spans(layout, documents)
-    changes = torch.zeros(len(starts), context_length + 1, dtype=torch.int64, device=starts.device)
+def visible_rows(anchors: Tensor, length: int, documents: Tensor | None = None) -> Tensor:
+    """Return which of the first `length` context rows at least one block sees: [B, length] bool.
+
+    Args:
+        anchors: [B, A] with `NO_ANCHOR` for padding, none above `length`.
+        length: rows.
+        documents: see `context_spans`.
+    """
+    starts, ends = context_spans(anchors, documents)
+    changes = torch.zeros(len(starts), length + 1, dtype=torch.int64, device=starts.device)
     ones = torch.ones_like(starts)
     changes.scatter_add_(1, starts, ones).scatter_add_(1, ends, -ones)
-    return changes.cumsum(1)[:, :context_length] > 0
+    return changes.cumsum(1)[:, :length] > 0
 
 
 def attention_mask(layout: BlockLayout, context_length: int, documents: Tensor | None = None) -> Tensor:

@@ -365,7 +365,6 @@ def _check_parallelism(config: DSparkModelConfig) -> None:
             )
     unsupported = {
         "pipeline_model_parallel_size": 1,
-        "context_parallel_size": 1,
         "expert_model_parallel_size": 1,
         "sequence_parallel": False,
         "virtual_pipeline_model_parallel_size": None,

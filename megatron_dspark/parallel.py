@@ -17,7 +17,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: 
 
 
 @contextlib.contextmanager
-def process_groups(tensor_parallel_size: int, seed: int) -> Iterator[ProcessGroupCollection]:
+def process_groups(
+    tensor_parallel_size: int, seed: int, *, context_parallel_size: int = 1
+) -> Iterator[ProcessGroupCollection]:
     """Start torch.distributed (torchrun's ranks, or one) and Megatron-Core's groups; end them afterwards.
 
     A job that already has a process group keeps it.
@@ -35,7 +37,9 @@ def process_groups(tensor_parallel_size: int, seed: int) -> Iterator[ProcessGrou
         # A process that already had a layout (another run, a notebook) gets this one.
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel_size)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor_parallel_size, context_parallel_size=context_parallel_size
+        )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         torch.manual_seed(seed)
         try:

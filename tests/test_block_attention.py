@@ -65,7 +65,7 @@ def test_prefix_equals_dense(name: str, group_slots: int, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("tile", (16, 32))
 def test_flex_mask_and_tiles_equal_dense(name: str, length: int, tile: int) -> None:
     layout, documents = case(name, length, blocks=40 if length == 300 else 12)
-    starts, ends = context_spans(layout, documents)
+    starts, ends = context_spans(layout.padded_anchors, documents)
     ours = flex_block_mask(starts, ends, SIZE, length, tile)
     slots = starts.shape[1] * SIZE
     dense = attention_mask(layout, length, documents)
@@ -102,7 +102,7 @@ def full_tiles(dense: torch.Tensor, tile: int) -> torch.Tensor:
 def test_flex_output_equals_dense(name: str) -> None:
     layout, documents = case(name)
     query, context_key, context_value, key, value = tensors(layout, 70, gradient=False)
-    mask = flex_block_mask(*context_spans(layout, documents), SIZE, 70)
+    mask = flex_block_mask(*context_spans(layout.padded_anchors, documents), SIZE, 70)
     found = flex_over_heads(
         flex_attention, query, torch.cat([context_key, key]), torch.cat([context_value, value]), mask
     )
@@ -118,7 +118,7 @@ def test_flex_is_refused_without_cuda() -> None:
 
 def test_prefix_never_reads_rows_that_nobody_sees() -> None:
     layout, documents = case("packed")
-    starts, ends = context_spans(layout, documents)
+    starts, ends = context_spans(layout.padded_anchors, documents)
     seen = torch.zeros(2, 70, dtype=torch.bool)
     for sample in range(2):
         for start, end in zip(starts[sample], ends[sample], strict=True):

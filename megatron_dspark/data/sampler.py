@@ -11,20 +11,24 @@ import torch
 from torch import Tensor
 
 from megatron_dspark.blocks import NO_ANCHOR, draw_anchors, keyed_generator
+from megatron_dspark.context_shards import blocks_within_shard, padded_length
 from megatron_dspark.data.chat import ChatSample
+from megatron_dspark.data.packing import pack
 from megatron_dspark.errors import DSparkError
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch, padded at the end of each row.
+    """One micro-batch of B rows, padded at the end of each row.
 
     Attributes:
-        sample_ids: B identifiers.
+        sample_ids: identifiers, row by row.
         input_ids: [B, S] int64.
         loss_mask: [B, S] bool, False on padding.
         anchors: [B, A] int64, increasing in each row, −1 for padding.
-        lengths: tokens of each row without padding.
+        lengths: tokens of each sample without padding, row by row.
+        documents: [B, S] int64 number of the sample in its row that each position belongs to, −1 on padding; None
+            where every row is one sample and whole on this rank.
     """
 
     sample_ids: list[str]
@@ -32,11 +36,38 @@ class MicroBatch:
     loss_mask: Tensor
     anchors: Tensor
     lengths: list[int]
+    documents: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
         """Tokens without padding."""
         return sum(self.lengths)
+
+
+@dataclass(frozen=True)
+class AnchorRule:
+    """Which anchors a sample gets: a function of the sample, the epoch and these settings, never of its neighbours.
+
+    Attributes:
+        num_anchors: A, most anchors of a sample.
+        seed: of the run.
+        block_size: γ.
+        context_parallel_size: draw only anchors whose whole block is on one of so many context-parallel ranks.
+    """
+
+    num_anchors: int
+    seed: int
+    block_size: int = 1
+    context_parallel_size: int = 1
+
+    def draw(self, sample: ChatSample, epoch: int) -> Tensor:
+        """Return the anchors of `sample`, increasing."""
+        within = None
+        if self.context_parallel_size > 1:
+            within = blocks_within_shard(len(sample.input_ids), self.block_size, self.context_parallel_size)
+        return draw_anchors(
+            sample.loss_mask, self.num_anchors, seed=self.seed, epoch=epoch, sample_id=sample.sample_id, within=within
+        )
 
 
 class Sampler:
@@ -46,105 +77,136 @@ class Sampler:
         self,
         samples: Sequence[ChatSample],
         *,
-        num_anchors: int,
-        micro_batch_size: int,
+        anchors: AnchorRule,
+        dealer: "Dealer",
         global_batch_size: int,
-        seed: int,
-        data_parallel_rank: int = 0,
-        data_parallel_size: int = 1,
     ) -> None:
-        """Args as named; `global_batch_size` samples make one optimizer step over all ranks.
+        """Make a sampler.
+
+        Args:
+            samples: the training set.
+            anchors: how anchors are drawn.
+            dealer: how samples are dealt to rows, micro-batches and ranks.
+            global_batch_size: samples of an optimizer step over all ranks.
 
         Raises:
             DSparkError: the global batch does not divide into micro-batches over the ranks, or there are no samples.
         """
         if not samples:
             raise DSparkError("there is no training sample; prepare data first")
-        per_pass = micro_batch_size * data_parallel_size
-        if global_batch_size % per_pass:
+        per_pass = dealer.micro_batch_size * dealer.ranks
+        if dealer.row_tokens is None and global_batch_size % per_pass:
             raise DSparkError(
-                f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size {micro_batch_size} × "
-                f"{data_parallel_size} data-parallel ranks; choose a multiple of {per_pass}"
+                f"global_batch_size {global_batch_size} is not a multiple of micro_batch_size "
+                f"{dealer.micro_batch_size} × {dealer.ranks} data-parallel ranks; choose a multiple of {per_pass}"
             )
-        self.samples = samples
-        self.num_anchors = num_anchors
-        self.micro_batch_size = micro_batch_size
+        self.samples, self.anchors, self.dealer = samples, anchors, dealer
         self.global_batch_size = global_batch_size
-        self.seed = seed
-        self.rank, self.ranks = data_parallel_rank, data_parallel_size
         self._permutation: tuple[int, Tensor] | None = None
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of one rank in one optimizer step."""
-        return self.global_batch_size // (self.micro_batch_size * self.ranks)
+        """Micro-batches of one rank in one optimizer step, the most of them when rows are packed."""
+        return -(-self.global_batch_size // (self.dealer.micro_batch_size * self.dealer.ranks))
 
     def sample_at(self, position: int) -> tuple[int, ChatSample]:
         """Return (epoch, sample) at `position` of the stream."""
         epoch, index = divmod(position, len(self.samples))
         if self._permutation is None or self._permutation[0] != epoch:
-            generator = keyed_generator("order", self.seed, epoch)
+            generator = keyed_generator("order", self.anchors.seed, epoch)
             self._permutation = (epoch, torch.randperm(len(self.samples), generator=generator))
         return epoch, self.samples[int(self._permutation[1][index])]
 
     def step_batches(self, consumed: int) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of the optimizer step that starts at position `consumed`."""
-        for micro_batch in range(self.num_micro_batches):
-            start = consumed + (micro_batch * self.ranks + self.rank) * self.micro_batch_size
-            yield self._collate([self.sample_at(start + offset) for offset in range(self.micro_batch_size)])
-
-    def _collate(self, drawn: list[tuple[int, ChatSample]]) -> MicroBatch:
-        anchors = [
-            draw_anchors(sample.loss_mask, self.num_anchors, seed=self.seed, epoch=epoch, sample_id=sample.sample_id)
-            for epoch, sample in drawn
-        ]
-        return collate([sample for _, sample in drawn], anchors)
+        drawn = [self.sample_at(consumed + offset) for offset in range(self.global_batch_size)]
+        for chosen in self.dealer.deal([sample for _, sample in drawn]):
+            rows = [[drawn[index] for index in row] for row in chosen]
+            yield self.dealer.collate(
+                [[(sample, self.anchors.draw(sample, epoch)) for epoch, sample in row] for row in rows]
+            )
 
 
-def collate(samples: Sequence[ChatSample], anchors: Sequence[Tensor]) -> MicroBatch:
-    """Pad `samples` and their `anchors` into one micro-batch, of at least one anchor column."""
-    length = max(len(sample.input_ids) for sample in samples)
-    count = max(1, *(len(drawn) for drawn in anchors))
-    input_ids = torch.zeros(len(samples), length, dtype=torch.int64)
-    loss_mask = torch.zeros(len(samples), length, dtype=torch.bool)
-    padded_anchors = torch.full((len(samples), count), NO_ANCHOR, dtype=torch.int64)
-    for row, (sample, drawn) in enumerate(zip(samples, anchors, strict=True)):
-        input_ids[row, : len(sample.input_ids)] = sample.input_ids
-        loss_mask[row, : len(sample.loss_mask)] = sample.loss_mask
-        padded_anchors[row, : len(drawn)] = drawn
-    return MicroBatch(
-        sample_ids=[sample.sample_id for sample in samples],
-        input_ids=input_ids,
-        loss_mask=loss_mask,
-        anchors=padded_anchors,
-        lengths=[len(sample.input_ids) for sample in samples],
-    )
+Row = Sequence[tuple[ChatSample, Tensor]]
+"""Samples that stand one after another in a row, with their anchors counted from their own start."""
 
 
-def validation_batches(
-    samples: Sequence[ChatSample],
-    *,
-    num_anchors: int,
-    micro_batch_size: int,
-    seed: int,
-    data_parallel_rank: int = 0,
-    data_parallel_size: int = 1,
-) -> list[MicroBatch]:
+@dataclass(frozen=True)
+class Dealer:
+    """Puts samples into rows and rows into micro-batches, and says which of them are this rank's.
+
+    Attributes:
+        micro_batch_size: rows of a micro-batch.
+        rank: this data-parallel rank.
+        ranks: data-parallel ranks.
+        context_parallel_size: ranks that share the rows of a sample.
+        row_tokens: tokens of a packed row; None for one sample a row.
+        multiple: the number of micro-batches is a multiple of it, for schedules that need that.
+    """
+
+    micro_batch_size: int
+    rank: int = 0
+    ranks: int = 1
+    context_parallel_size: int = 1
+    row_tokens: int | None = None
+    multiple: int = 1
+
+    def deal(self, samples: Sequence[ChatSample]) -> list[list[list[int]]]:
+        """Return this rank's micro-batches of rows of indices into `samples`.
+
+        Every rank gets the same number of micro-batches, so that collective calls match; the last ones have fewer
+        rows, or none, where samples run out.
+        """
+        rows = [[index] for index in range(len(samples))]
+        if self.row_tokens is not None:
+            size = self.context_parallel_size
+            lengths = [padded_length(len(sample.input_ids), size) for sample in samples]
+            rows = pack(lengths, padded_length(self.row_tokens, size))
+        per_pass = self.micro_batch_size * self.ranks
+        passes = -(-len(rows) // (per_pass * self.multiple)) * self.multiple
+        starts = range(self.rank * self.micro_batch_size, passes * per_pass, per_pass)
+        return [rows[start : start + self.micro_batch_size] for start in starts]
+
+    def collate(self, rows: Sequence[Row]) -> MicroBatch:
+        """Pad rows into one micro-batch, of at least one row, one position on each rank and one anchor column."""
+        size = self.context_parallel_size
+        rows = rows or [[]]
+        counts = [sum(padded_length(len(sample.input_ids), size) for sample, _ in row) for row in rows]
+        shape = len(rows), max(padded_length(1, size), *counts)
+        input_ids = torch.zeros(shape, dtype=torch.int64)
+        loss_mask = torch.zeros(shape, dtype=torch.bool)
+        documents = torch.full(shape, -1, dtype=torch.int64)
+        columns = max(1, *(sum(len(drawn) for _, drawn in row) for row in rows))
+        anchors = torch.full((len(rows), columns), NO_ANCHOR, dtype=torch.int64)
+        for number, row in enumerate(rows):
+            start = column = 0
+            for document, (sample, drawn) in enumerate(row):
+                stop = start + len(sample.input_ids)
+                input_ids[number, start:stop] = sample.input_ids
+                loss_mask[number, start:stop] = sample.loss_mask
+                anchors[number, column : column + len(drawn)] = drawn + start
+                column += len(drawn)
+                # The rows that fill up a document's chunks belong to it: they come after all of its tokens.
+                stop = start + padded_length(len(sample.input_ids), size)
+                documents[number, start:stop] = document
+                start = stop
+        samples = [sample for row in rows for sample, _ in row]
+        return MicroBatch(
+            sample_ids=[sample.sample_id for sample in samples],
+            input_ids=input_ids,
+            loss_mask=loss_mask,
+            anchors=anchors,
+            lengths=[len(sample.input_ids) for sample in samples],
+            documents=documents if size > 1 or self.row_tokens is not None else None,
+        )
+
+
+def validation_batches(samples: Sequence[ChatSample], dealer: Dealer, anchors: AnchorRule) -> list[MicroBatch]:
     """Return this rank's validation micro-batches with fixed anchors, the same at every validation.
 
-    Every rank gets the same number of micro-batches (some without any anchor when samples run out), so that collective
-    calls match. Anchors are drawn at epoch −1, which training never reaches.
+    Anchors are drawn at epoch −1, which training never reaches.
     """
-    per_pass = micro_batch_size * data_parallel_size
-    batches = []
-    for start in range(0, len(samples), per_pass):
-        first = start + data_parallel_rank * micro_batch_size
-        mine = list(samples[first : first + micro_batch_size])
-        anchors = [
-            draw_anchors(sample.loss_mask, num_anchors, seed=seed, epoch=-1, sample_id=sample.sample_id)
-            for sample in mine
-        ]
-        if not mine:
-            mine, anchors = [samples[0]], [torch.empty(0, dtype=torch.int64)]
-        batches.append(collate(mine, anchors))
-    return batches
+    return [
+        dealer.collate([[(samples[index], anchors.draw(samples[index], -1)) for index in row] for row in chosen])
+        for chosen in dealer.deal(samples)
+    ]

@@ -13,7 +13,15 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_dspark import platform
+from megatron_dspark.blocks import document_positions
+from megatron_dspark.context_shards import shard_context
 from megatron_dspark.errors import DSparkError
+from megatron_dspark.features.target_attention import (
+    DocumentRuns,
+    PositionedRotary,
+    document_runs,
+    with_document_attention,
+)
 from megatron_dspark.targets.folder import read_target_config
 
 
@@ -36,9 +44,11 @@ class FrozenTarget(MegatronModule):
     Tap i is the residual stream after decoder layer i, before any final norm; tap −1 is the embedding output.
     """
 
-    def __init__(self, model: MegatronModule, target_layer_ids: list[int]) -> None:
+    def __init__(self, model: MegatronModule, target_layer_ids: list[int], cp_group: Any = None) -> None:
         super().__init__(model.config)
         self.model = model.requires_grad_(False).eval()
+        self.cp_group = cp_group
+        model.rotary_pos_emb = PositionedRotary(model.rotary_pos_emb)
         self.target_layer_ids = list(target_layer_ids)
         self._captured: dict[int, Tensor] = {}
         for tap in self.target_layer_ids:
@@ -49,21 +59,39 @@ class FrozenTarget(MegatronModule):
         self._captured[tap] = output[0] if isinstance(output, tuple) else output
 
     @torch.no_grad()
-    def capture(self, input_ids: Tensor, positions: Tensor | None = None) -> TargetFeatures:
-        """Run the target over `input_ids` [B, S] and return its features.
+    def capture(
+        self, input_ids: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> TargetFeatures:
+        """Run the target over `input_ids` [B, S] and return its features, of this rank's rows alone under CP.
 
         Args:
             input_ids: [B, S]; padding stands at the end of a row, where causal attention keeps it from the rest.
-            positions: [B, S] or None for 0 … S − 1.
+            positions: [B, S] or None to count from the start of each document.
+            documents: [B, S] documents of packed rows, −1 on padding; None for one document a row.
         """
-        batch, length = input_ids.shape
-        if positions is None:
-            positions = torch.arange(length, device=input_ids.device).expand(batch, -1)
+        input_ids, positions, runs = self._lay_out(input_ids, positions, documents)
         self._captured.clear()
-        final_hidden = self.model(input_ids, positions, None, output_processor=lambda hidden_states, **_: hidden_states)
+        final_hidden = self.model(input_ids, positions, runs, output_processor=lambda hidden_states, **_: hidden_states)
         taps = torch.cat([self._captured[tap] for tap in self.target_layer_ids], dim=-1)
         self._captured.clear()
         return TargetFeatures(taps=taps, final_hidden=final_hidden)
+
+    def _lay_out(
+        self, input_ids: Tensor, positions: Tensor | None, documents: Tensor | None
+    ) -> tuple[Tensor, Tensor, DocumentRuns | None]:
+        """Return this rank's ids and positions, and what attention needs to know about documents and other ranks."""
+        rotary, split = self.model.rotary_pos_emb, self.cp_group is not None and self.cp_group.size() > 1
+        if documents is None and positions is None and not split:
+            rotary.positions = None
+            return input_ids, torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids), None
+        documents = torch.zeros_like(input_ids) if documents is None else documents
+        positions = document_positions(documents) if positions is None else positions
+        rotary.length, shard = input_ids.shape[1], None
+        if split:
+            shard = shard_context(documents, self.cp_group.size(), self.cp_group.rank())
+            input_ids, positions = shard.select(input_ids), shard.select(positions)
+        rotary.positions = positions
+        return input_ids, positions, document_runs(documents, shard, self.cp_group)
 
 
 def load_target(
@@ -107,6 +135,10 @@ def load_target(
         provider.bf16, provider.fp16 = transformer.bf16, transformer.fp16
         if transformer.transformer_impl == "local":
             _use_plain_modules(provider, local_layer_spec)
+        layer_spec = provider.transformer_layer_spec
+        provider.transformer_layer_spec = lambda config: with_document_attention(layer_spec(config))
+        # Transformer Engine's fused kernel takes one table of angles for all rows, and packed rows have their own.
+        provider.apply_rope_fusion = False
         provider.finalize()
         quiet = logging.getLogger("megatron.bridge")
         level, _ = quiet.level, quiet.setLevel(logging.ERROR)
@@ -121,7 +153,7 @@ def load_target(
         model = model.to(torch.bfloat16 if transformer.bf16 else torch.float16)
     elif transformer.params_dtype == torch.float64:
         model = model.double()
-    return FrozenTarget(model, target_layer_ids)
+    return FrozenTarget(model, target_layer_ids, pg_collection.cp)
 
 
 def _use_plain_modules(provider: Any, layer_spec: Any) -> None:

@@ -1,15 +1,17 @@
 """Captured features kept in memory, so that later epochs do not run the target again."""
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from megatron_dspark.blocks import document_starts
 from megatron_dspark.features.colocated import TargetFeatures
 
 
 class FeatureMemory:
-    """Captures each sample once, alone and unpadded, and keeps its features while the limit allows.
+    """Captures each sample once, alone, and keeps its features (of this rank's rows) while the limit allows.
 
     A sample's features do not depend on what it is batched with, so a resumed run sees the same numbers. Nothing is
     evicted: beyond the limit, samples are captured each time that they come.
@@ -21,17 +23,27 @@ class FeatureMemory:
         self._limit, self._used = limit_bytes, 0
         self._kept: dict[bytes, TargetFeatures] = {}
 
-    def features(self, input_ids: Tensor, lengths: Sequence[int]) -> TargetFeatures:
+    def features(self, input_ids: Tensor, lengths: Sequence[int], documents: Tensor | None = None) -> TargetFeatures:
         """Return the features of a padded micro-batch; rows of padding are zero.
 
         Args:
             input_ids: [B, S], each row padded at its end.
-            lengths: tokens of each row without padding.
+            lengths: tokens of each sample without padding, row by row; used where a row is a sample.
+            documents: [B, S] document of each row, −1 on padding; None where a row is a sample.
         """
-        singles = [self._of(row[:length]) for row, length in zip(input_ids, lengths, strict=True)]
+        if documents is None:
+            rows = [[row[:length]] for row, length in zip(input_ids, lengths, strict=True)]
+        else:
+            starts, end = document_starts(documents), documents.shape[1]
+            rows = []
+            for ids, start, number in zip(input_ids, starts, documents, strict=True):
+                parts = itertools.pairwise([*start.unique().tolist(), end])
+                # A row of padding alone stands for itself, so that there is something of the right width.
+                rows.append([ids[first:last] for first, last in parts if first == 0 or number[first] >= 0])
+        features = [[self._of(ids) for ids in row] for row in rows]
         return TargetFeatures(
-            taps=torch.nn.utils.rnn.pad_sequence([single.taps for single in singles]),
-            final_hidden=torch.nn.utils.rnn.pad_sequence([single.final_hidden for single in singles]),
+            taps=_padded([[single.taps for single in row] for row in features]),
+            final_hidden=_padded([[single.final_hidden for single in row] for row in features]),
         )
 
     def _of(self, ids: Tensor) -> TargetFeatures:
@@ -45,3 +57,8 @@ class FeatureMemory:
             self._used += size
             self._kept[key] = single
         return self._kept[key]
+
+
+def _padded(rows: list[list[Tensor]]) -> Tensor:
+    """Join the samples of each row, and pad the rows: [S, B, …]."""
+    return torch.nn.utils.rnn.pad_sequence([torch.cat(row) for row in rows])

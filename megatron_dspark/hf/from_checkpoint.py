@@ -50,7 +50,7 @@ def export_checkpoint(
     config = DSparkModelConfig.from_dict(checkpoint.run["model"])
     config.target_path = None
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    config.transformer.tensor_model_parallel_size = ranks
+    config.transformer.tensor_model_parallel_size, config.transformer.context_parallel_size = ranks, 1
     # The checkpoint fills every parameter: drawing random ones first would cost more than reading it.
     config.transformer.perform_initialization = False
     config.validate(ranks)

@@ -37,7 +37,7 @@ def block_attention(kind: str, layout: BlockLayout, length: int, documents: Tens
     if kind == "dense":
         mask = attention_mask(layout, length, documents)
         return lambda query, *rows: dense_attention(query, *_joined(*rows), mask)
-    (starts, ends), size = context_spans(layout, documents), layout.input_ids.shape[-1]
+    (starts, ends), size = context_spans(layout.padded_anchors, documents), layout.input_ids.shape[-1]
     if kind == "flex":
         tiles = flex_block_mask(starts, ends, size, length)
         return lambda query, *rows: fused_flex_attention(query, *_joined(*rows), tiles)

@@ -12,8 +12,10 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
 
-from megatron_dspark.blocks import BlockLayout, lay_out_blocks, visible_rows
+from megatron_dspark.blocks import BlockLayout, count_samples, lay_out_blocks, visible_rows
 from megatron_dspark.config import DSparkModelConfig
+from megatron_dspark.context_shards import ContextShard, shard_context
+from megatron_dspark.errors import DSparkError
 from megatron_dspark.model.attention import DraftAttentionInputs, rotary_tables
 from megatron_dspark.model.backbone import draft_layer_spec, linear_backend
 from megatron_dspark.model.block_attention import block_attention
@@ -102,14 +104,23 @@ class DSparkDraft(MegatronModule):
             input_ids: [B, S].
             loss_mask: [B, S] bool.
             anchors: [B, A], −1 for padding.
-            taps: [S, B, m·d] outputs of the target layers, in tap order.
-            final_hidden: [S, B, d] the target's last hidden state after its final norm.
+            taps: [S, B, m·d] outputs of the target layers, in tap order; under context parallelism this rank's rows.
+            final_hidden: [S, B, d] the target's last hidden state after its final norm; like `taps`.
             positions: [B, S] rotary positions; None for 0 … S − 1.
             documents: [B, S] documents of packed rows, −1 on padding; None for one document a row.
 
         Returns:
-            The R supervised slots, as `objective.loss.SupervisedRows`.
+            The R supervised slots, as `objective.loss.SupervisedRows`: those of this rank's anchors.
+
+        Raises:
+            DSparkError: under context parallelism, a block's teacher is on another rank than its anchor.
         """
+        shard = None
+        seen = visible_rows(anchors, input_ids.shape[1], documents)
+        if self.pg_collection.cp.size() > 1:
+            documents = torch.zeros_like(input_ids) if documents is None else documents
+            shard = shard_context(documents, self.pg_collection.cp.size(), self.pg_collection.cp.rank())
+            anchors = shard.own_anchors(anchors)
         layout = lay_out_blocks(
             input_ids,
             loss_mask,
@@ -119,8 +130,13 @@ class DSparkDraft(MegatronModule):
             positions=positions,
             documents=documents,
         )
-        hidden = self.block_hidden(layout, taps, positions, documents)
-        return self.supervised_rows(layout, hidden, final_hidden)
+        hidden = self.block_hidden(layout, taps, positions, documents, shard, seen)
+        if shard is not None:
+            layout = _with_local_teacher(layout, shard)
+        rows = self.supervised_rows(layout, hidden, final_hidden)
+        # Every context-parallel rank has the sample, and metrics are summed over them: one counts it.
+        rows.num_anchor_samples = count_samples(loss_mask, documents) if self.pg_collection.cp.rank() == 0 else 0
+        return rows
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Return every part's sharded state, layer by layer.
@@ -144,9 +160,24 @@ class DSparkDraft(MegatronModule):
         return self.hidden_norm(fused)
 
     def block_hidden(
-        self, layout: BlockLayout, taps: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+        self,
+        layout: BlockLayout,
+        taps: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        shard: ContextShard | None = None,
+        seen: Tensor | None = None,
     ) -> Tensor:
-        """Return the post-norm hidden state of every slot, [B, A, γ, d]."""
+        """Return the post-norm hidden state of every slot, [B, A, γ, d].
+
+        Args:
+            layout: this rank's blocks.
+            taps: [S, B, m·d], this rank's rows under context parallelism.
+            positions: see `forward`.
+            documents: see `forward`.
+            shard: which rows those are; None for all.
+            seen: [B, S] rows that a block of any rank sees; None to take this rank's blocks.
+        """
         batch, blocks, size = layout.input_ids.shape
         # Rows at or after the last anchor are context of no block. Rows that no block sees are cleared, so that
         # whatever stands there (even NaN) stays away from the keys: a masked NaN still spoils a product.
@@ -154,8 +185,14 @@ class DSparkDraft(MegatronModule):
         row_positions = torch.arange(length, device=taps.device).expand(batch, -1)
         if positions is not None:
             row_positions = positions[:, :length]
-        needed = visible_rows(layout, length, documents).t()[..., None]
-        context = self.context_features(torch.where(needed, taps[:length], 0))
+        if seen is None:
+            seen = visible_rows(layout.padded_anchors, length, documents)
+        if shard is None:
+            context = self.context_features(torch.where(seen[:, :length].t()[..., None], taps[:length], 0))
+        else:
+            # Rows of every rank, before any is left out: each takes part, with anchors or without.
+            own = self.context_features(torch.where(shard.select(seen).t()[..., None], taps, 0))
+            context = shard.gather(own, self.pg_collection.cp)[:length]
 
         embedded = self.embed_tokens(layout.input_ids.view(batch, blocks * size)).transpose(0, 1).contiguous()
 
@@ -222,6 +259,19 @@ class DSparkDraft(MegatronModule):
             return None
         features = torch.cat([hidden, embedding], dim=-1) if self.dspark_config.confidence_head_with_markov else hidden
         return self.confidence_head(features.detach() if self.dspark_config.detach_confidence_features else features)
+
+
+def _with_local_teacher(layout: BlockLayout, shard: ContextShard) -> BlockLayout:
+    """Return `layout` with teacher rows counted among this rank's own."""
+    rows = layout.label_rows.flatten(1)
+    foreign = layout.supervised.flatten(1) & (shard.owner.gather(1, rows) != shard.rank)
+    if bool(foreign.any()):
+        row = int(rows[foreign][0])
+        raise DSparkError(
+            f"a block needs the target's output at row {row}, which another context-parallel rank holds; draw anchors "
+            f"for context parallelism of size {shard.size} (anchor_context_parallel)"
+        )
+    return replace(layout, label_rows=shard.local.gather(1, rows).view_as(layout.label_rows))
 
 
 def _recomputed_layer(layer: Any, inputs: DraftAttentionInputs, hidden: Tensor, context: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_dspark.blocks import document_positions
 from megatron_dspark.config import DSparkModelConfig
 from megatron_dspark.features.colocated import FrozenTarget
 from megatron_dspark.model.draft import DSparkDraft
@@ -64,16 +65,18 @@ class DSparkModel(MegatronModule):
             input_ids: [B, S].
             loss_mask: [B, S] bool.
             anchors: [B, A], −1 for padding.
-            taps: [S, B, m·d] when features come with the batch.
+            taps: [S, B, m·d] when features come with the batch; this rank's rows under context parallelism.
             final_hidden: [S, B, d] when features come with the batch.
-            positions: [B, S] or None, see `DSparkDraft.forward`.
+            positions: [B, S] rotary positions; None counts from the start of each document.
             documents: [B, S] or None, see `DSparkDraft.forward`.
 
         Returns:
             (unnormalised numerator, num_tokens, report of [numerator, denominator] pairs).
         """
+        if positions is None and documents is not None:
+            positions = document_positions(documents)
         if taps is None:
-            features = self.target.capture(input_ids, positions)
+            features = self.target.capture(input_ids, positions, documents)
             taps, final_hidden = features.taps, features.final_hidden
         rows = self.draft(input_ids, loss_mask, anchors, taps, final_hidden, positions, documents)
         return dspark_loss(

@@ -17,7 +17,7 @@ from rich.table import Table
 from megatron_dspark import platform
 from megatron_dspark.config import DSparkModelConfig
 from megatron_dspark.data.chat import ChatSample, load_samples
-from megatron_dspark.data.sampler import MicroBatch, Sampler, validation_batches
+from megatron_dspark.data.sampler import Dealer, MicroBatch, Sampler, validation_batches
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.features.colocated import TargetFeatures
 from megatron_dspark.features.memory import FeatureMemory
@@ -88,8 +88,9 @@ def train(settings: TrainSettings, *, resume: bool = True) -> TrainReport:
     samples = load_samples(settings.data, target.folder, settings.max_length)
     held_out = load_samples(settings.validation, target.folder, settings.max_length) if settings.validation else []
     # The sampler's refusals need no process group either.
-    _sampler(settings, samples, 0, world_size // settings.parallel.tensor)
-    with process_groups(settings.parallel.tensor, settings.seed) as groups:
+    parallel = settings.parallel
+    _sampler(settings, samples, 0, world_size // (parallel.tensor * parallel.context))
+    with process_groups(parallel.tensor, settings.seed, context_parallel_size=parallel.context) as groups:
         return _Run(settings, config, target, data, groups, samples, held_out, checkpoint, warm_start).train()
 
 
@@ -122,12 +123,7 @@ class _Run:
         rank, size = groups.dp.rank(), groups.dp.size()
         self.sampler = _sampler(settings, samples, rank, size)
         self.held_out = validation_batches(
-            held_out[: settings.validation_samples],
-            num_anchors=settings.num_anchors,
-            micro_batch_size=settings.micro_batch_size,
-            seed=settings.seed,
-            data_parallel_rank=rank,
-            data_parallel_size=size,
+            held_out[: settings.validation_samples], self.sampler.dealer, self.sampler.anchors
         )
         self.memory = None
         if settings.feature_memory_gib > 0:
@@ -182,8 +178,8 @@ class _Run:
         finally:
             self.reporter.close()
 
-    def optimizer_step(self) -> tuple[list[dict[str, torch.Tensor]], int, float]:
-        """Run one optimizer step; return its micro-batch reports, this rank's tokens and the gradient norm."""
+    def optimizer_step(self) -> tuple[list[dict[str, torch.Tensor]], list[MicroBatch], float]:
+        """Run one optimizer step; return its micro-batch reports, this rank's micro-batches and the gradient norm."""
         batches = list(self.sampler.step_batches(self.step * self.settings.global_batch_size))
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -197,7 +193,7 @@ class _Run:
                 f"(samples {[name for batch in batches for name in batch.sample_ids]})"
             )
         self.scheduler.step(increment=1)
-        return reports, sum(batch.num_tokens for batch in batches), float(grad_norm)
+        return reports, batches, float(grad_norm)
 
     def _pass(self, batches: list[MicroBatch], forward_only: bool) -> list[dict[str, torch.Tensor]]:
         return self.forward_backward(
@@ -211,7 +207,7 @@ class _Run:
         )
 
     def _with_features(self, batch: MicroBatch) -> tuple[MicroBatch, TargetFeatures]:
-        return batch, self.memory.features(batch.input_ids.to(platform.device()), batch.lengths)
+        return batch, self.memory.features(batch.input_ids.to(platform.device()), batch.lengths, batch.documents)
 
     def _refuse_non_finite(self, what: str, reports: list[dict[str, torch.Tensor]], batches: list[MicroBatch]) -> None:
         """End the job when any rank has a loss that is not finite, before the optimizer uses its gradient.
@@ -243,20 +239,22 @@ class _Run:
             reports = self._pass(self.held_out, forward_only=True)
         self.model.train()
         self._refuse_non_finite(f"the validation at step {self.step}", reports, self.held_out)
-        metrics = reduce_report(reports, self.groups.dp)
+        metrics = reduce_report(reports, self.groups.dp_cp)
         metrics["seconds"] = time.perf_counter() - started
         self.reporter.log("validation", self.step, metrics)
         return metrics
 
     def log(self, window: "_Window", seconds: float, seconds_left: float) -> None:
         """Log the steps of a window that took `seconds`."""
-        metrics = reduce_report(window.reports, self.groups.dp)
-        tokens = torch.tensor([window.tokens], dtype=torch.float64, device=platform.device())
-        torch.distributed.all_reduce(tokens, group=self.groups.dp)
+        metrics = reduce_report(window.reports, self.groups.dp_cp)
+        counts = torch.tensor([window.tokens, window.places], dtype=torch.float64, device=platform.device())
+        torch.distributed.all_reduce(counts, group=self.groups.dp)
+        tokens, places = counts.tolist()
         metrics.update(
             grad_norm=window.grad_norm,
             learning_rate=self.learning_rate,
-            tokens_per_second=float(tokens) / seconds,
+            tokens_per_second=tokens / seconds,
+            padding_share=1 - tokens / places,
             step_seconds=seconds / window.steps,
             peak_memory_gib=peak_memory_bytes() / 2**30,
         )
@@ -285,11 +283,12 @@ class _Window:
 
     def __init__(self) -> None:
         self.reports: list[dict[str, torch.Tensor]] = []
-        self.tokens, self.steps, self.grad_norm = 0, 0, 0.0
+        self.tokens, self.places, self.steps, self.grad_norm = 0, 0, 0, 0.0
 
-    def add(self, reports: list[dict[str, torch.Tensor]], tokens: int, grad_norm: float) -> None:
+    def add(self, reports: list[dict[str, torch.Tensor]], batches: list[MicroBatch], grad_norm: float) -> None:
         self.reports += reports
-        self.tokens += tokens
+        self.tokens += sum(batch.num_tokens for batch in batches)
+        self.places += sum(batch.input_ids.numel() for batch in batches)
         self.steps += 1
         self.grad_norm = grad_norm
 
@@ -320,10 +319,13 @@ class _Clock:
 def _sampler(settings: TrainSettings, samples: list[ChatSample], rank: int, size: int) -> Sampler:
     return Sampler(
         samples,
-        num_anchors=settings.num_anchors,
-        micro_batch_size=settings.micro_batch_size,
+        anchors=settings.anchor_rule,
+        dealer=Dealer(
+            settings.micro_batch_size,
+            rank,
+            size,
+            context_parallel_size=settings.parallel.context,
+            row_tokens=settings.max_length if settings.packing else None,
+        ),
         global_batch_size=settings.global_batch_size,
-        seed=settings.seed,
-        data_parallel_rank=rank,
-        data_parallel_size=size,
     )

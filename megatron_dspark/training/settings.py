@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_dspark import platform
 from megatron_dspark.config import DSparkModelConfig, default_target_layer_ids, draft_transformer_config
+from megatron_dspark.data.sampler import AnchorRule
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.targets.folder import TargetConfig
 
@@ -81,6 +82,8 @@ class ParallelSettings:
     """How the job is laid out; data parallelism takes the ranks that are left."""
 
     tensor: int = 1
+    context: int = 1
+    """Ranks that share the rows of every sample (context parallelism, see `context_shards`)."""
 
 
 @dataclass(kw_only=True)
@@ -104,6 +107,10 @@ class TrainSettings:
     max_length: int = 2048
     """Longest sample in tokens; longer ones are cut."""
     num_anchors: int = 512
+    packing: bool = False
+    """Put several samples into each row, of max_length tokens at most; micro_batch_size counts rows then."""
+    anchor_context_parallel: int | None = None
+    """Draw anchors that suit context parallelism of this size; None takes parallel.context."""
     seed: int = 1234
     precision: str = "fp32"
     transformer_impl: str = "local"
@@ -128,6 +135,16 @@ class TrainSettings:
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return dataclasses.asdict(self)
+
+    @property
+    def anchor_rule(self) -> AnchorRule:
+        """How anchors are drawn, whatever the layout of the job."""
+        return AnchorRule(
+            self.num_anchors,
+            self.seed,
+            self.draft.block_size,
+            self.parallel.context if self.anchor_context_parallel is None else self.anchor_context_parallel,
+        )
 
     @property
     def warmup_steps(self) -> int:
@@ -180,6 +197,18 @@ class TrainSettings:
             )
         if self.block_attention == "flex" and not platform.has_cuda():
             raise DSparkError("block_attention is 'flex', which needs CUDA, and there is none here; use 'prefix'")
+        for name, size in (
+            ("parallel.tensor", self.parallel.tensor),
+            ("parallel.context", self.parallel.context),
+            ("anchor_context_parallel", self.anchor_rule.context_parallel_size),
+        ):
+            if size < 1:
+                raise DSparkError(f"{name} must be at least 1, and it is {size}")
+        if self.parallel.context not in (1, self.anchor_rule.context_parallel_size):
+            raise DSparkError(
+                f"anchor_context_parallel is {self.anchor_context_parallel} and parallel.context "
+                f"{self.parallel.context}, whose ranks would hold parts of blocks; set both to the same size"
+            )
         optimizer = self.optimizer
         if not 0 <= optimizer.warmup_share < 1:
             raise DSparkError(f"optimizer.warmup_share must be in [0, 1), and it is {optimizer.warmup_share}")
@@ -219,6 +248,7 @@ class TrainSettings:
                 fp16=self.precision == "fp16",
                 transformer_impl=self.transformer_impl,
                 tensor_model_parallel_size=self.parallel.tensor,
+                context_parallel_size=self.parallel.context,
                 recompute_granularity="full" if self.recompute else None,
                 recompute_method="uniform" if self.recompute else None,
                 recompute_num_layers=1 if self.recompute else None,

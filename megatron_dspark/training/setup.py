@@ -117,7 +117,14 @@ def check_resumable(
     ways = ("chunk_bytes", "kernel")
     free = {"output", "steps", "log_interval", "validation_interval", "validation_samples", "save_interval"}
     free |= {"tensorboard", "validation", "parallel", "micro_batch_size", "recompute", "target", "data"}
-    free |= {"block_attention"}
+    free |= {"block_attention", "anchor_context_parallel"}
+    before = saved.get("anchor_context_parallel") or saved["parallel"].get("context", 1)
+    if before != settings.anchor_rule.context_parallel_size:
+        raise DSparkError(
+            f"anchors were drawn for context parallelism of size {before} in the checkpoint of step {checkpoint.step} "
+            f"and would now be for {settings.anchor_rule.context_parallel_size}, which would change the result; set "
+            f"anchor_context_parallel to {before}, or choose another output"
+        )
     for name, value in settings.as_dict().items():
         before = saved.get(name)
         if name == "objective":

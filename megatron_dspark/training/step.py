@@ -43,6 +43,7 @@ def forward_step_dspark(
         anchors=batch.anchors.to(where),
         taps=None if features is None else features.taps,
         final_hidden=None if features is None else features.final_hidden,
+        documents=None if batch.documents is None else batch.documents.to(where),
     )
     if num_tokens.is_floating_point():
         # The sum of slot weights is no whole number, and Megatron-Core counts in whole numbers only.
