@@ -90,7 +90,7 @@ def assert_equal_metrics(found: Path, expected: Path) -> None:
                 ), (name, value, other[name])
 
 
-PACKED = {"packing": True, "max_length": 144}
+PACKED = {"packing": True, "packed_length": 144}
 TWO: dict[str, dict[str, Any]] = {
     "CP2": {},
     "CP2-recompute-micro-batches": {"recompute": True, "micro_batch_size": 1},

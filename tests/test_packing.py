@@ -104,8 +104,9 @@ def reference(folder: Path) -> Record:
 @pytest.mark.parametrize("rows", (1, 4))
 @pytest.mark.parametrize("memory", (0.0, 0.1))
 def test_packed_run_equals_unpacked(rows: int, memory: float, folder: Path, reference: Record, tmp_path: Path) -> None:
-    values = settings(folder, tmp_path, packing=True, max_length=140, micro_batch_size=rows, feature_memory_gib=memory)
-    # The target's own limit on a sample stays what it was: no sample is longer than before.
+    values = settings(
+        folder, tmp_path, packing=True, packed_length=140, micro_batch_size=rows, feature_memory_gib=memory
+    )
     assert_equal_runs([run(0, 1, values.as_dict())], reference)
     assert_equal_metrics(tmp_path, folder / "reference")
     shares = [line["padding_share"] for line in read_metrics(tmp_path, "train")]
@@ -117,6 +118,6 @@ def test_packed_data_parallel_run_equals_unpacked(
     rows: int, folder: Path, reference: Record, two_ranks: RankPool, tmp_path: Path
 ) -> None:
     """With four rows a micro-batch the second rank has nothing at all, and takes part."""
-    values = settings(folder, tmp_path, packing=True, max_length=140, micro_batch_size=rows)
+    values = settings(folder, tmp_path, packing=True, packed_length=140, micro_batch_size=rows)
     assert_equal_runs(two_ranks.run(run, values.as_dict()), reference)
     assert_equal_metrics(tmp_path, folder / "reference")

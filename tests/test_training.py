@@ -183,6 +183,9 @@ def test_refuses_before_any_file_is_made(reference: tuple[Path, dict[str, torch.
         ({"data": tmp_path / "nowhere.jsonl"}, r"training data .* does not exist"),
         ({"precision": "int8"}, "precision is 'int8'"),
         ({"block_attention": "flex"}, "block_attention is 'flex', which needs CUDA"),
+        ({"packed_length": 5000}, "packed_length is 5000 with packing False"),
+        ({"packing": True, "packed_length": 5}, "packed_length is 5 with packing True"),
+        ({"parallel.context": 0}, "parallel.context must be at least 1"),
         ({"steps": 0}, "steps must be at least 1"),
         ({"optimizer.warmup_share": 1.5}, "warmup_share must be in"),
     ]

@@ -325,7 +325,7 @@ def _sampler(settings: TrainSettings, samples: list[ChatSample], rank: int, size
             rank,
             size,
             context_parallel_size=settings.parallel.context,
-            row_tokens=settings.max_length if settings.packing else None,
+            row_tokens=(settings.packed_length or settings.max_length) if settings.packing else None,
         ),
         global_batch_size=settings.global_batch_size,
     )

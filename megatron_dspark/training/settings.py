@@ -108,7 +108,9 @@ class TrainSettings:
     """Longest sample in tokens; longer ones are cut."""
     num_anchors: int = 512
     packing: bool = False
-    """Put several samples into each row, of max_length tokens at most; micro_batch_size counts rows then."""
+    """Put several samples into each row; micro_batch_size counts rows then."""
+    packed_length: int | None = None
+    """Tokens of a packed row, at most; None takes max_length."""
     anchor_context_parallel: int | None = None
     """Draw anchors that suit context parallelism of this size; None takes parallel.context."""
     seed: int = 1234
@@ -204,6 +206,11 @@ class TrainSettings:
         ):
             if size < 1:
                 raise DSparkError(f"{name} must be at least 1, and it is {size}")
+        if self.packed_length is not None and (not self.packing or self.packed_length < self.max_length):
+            raise DSparkError(
+                f"packed_length is {self.packed_length} with packing {self.packing} and max_length {self.max_length}; "
+                "set packing, and rows that hold the longest sample"
+            )
         if self.parallel.context not in (1, self.anchor_rule.context_parallel_size):
             raise DSparkError(
                 f"anchor_context_parallel is {self.anchor_context_parallel} and parallel.context "

@@ -117,7 +117,7 @@ def check_resumable(
     ways = ("chunk_bytes", "kernel")
     free = {"output", "steps", "log_interval", "validation_interval", "validation_samples", "save_interval"}
     free |= {"tensorboard", "validation", "parallel", "micro_batch_size", "recompute", "target", "data"}
-    free |= {"block_attention", "anchor_context_parallel"}
+    free |= {"block_attention", "anchor_context_parallel", "packing", "packed_length"}
     before = saved.get("anchor_context_parallel") or saved["parallel"].get("context", 1)
     if before != settings.anchor_rule.context_parallel_size:
         raise DSparkError(
