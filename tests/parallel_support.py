@@ -179,6 +179,29 @@ class Float64(TorchFunctionMode):
 
 
 @contextmanager
+def whole_gradients(model: list[Any]) -> Iterator[None]:
+    """Gather what a distributed optimizer leaves in shards, and put the shards' surroundings back afterwards."""
+    import torch.distributed as dist
+
+    kept = []
+    for chunk in model:
+        if chunk.ddp_config.use_distributed_optimizer:
+            for bucket in (bucket for buffer in chunk.buffers for bucket in buffer.buckets):
+                kept.append((bucket.grad_data, bucket.grad_data.clone()))
+                shards = list(bucket.grad_data.chunk(dist.get_world_size(buffer_group(chunk))))
+                own = shards[dist.get_rank(buffer_group(chunk))].clone()
+                dist.all_gather(shards, own, group=buffer_group(chunk))
+    yield
+    for data, original in kept:
+        data.copy_(original)
+
+
+def buffer_group(chunk: Any) -> Any:
+    """The ranks that share a wrapped stage's gradients."""
+    return chunk.buffers[0].data_parallel_group
+
+
+@contextmanager
 def recorded() -> Iterator[Record]:
     """Record every finalised gradient of the runs inside."""
     from megatron.core import parallel_state
@@ -195,7 +218,8 @@ def recorded() -> Iterator[Record]:
         record.held = [
             name.replace("module.", "") for chunk in model for name, _ in chunk.named_parameters() if "draft." in name
         ]
-        record.gradients.append({name: p.main_grad.clone() for name, p in trainable(model).items()})
+        with whole_gradients(model):
+            record.gradients.append({name: p.main_grad.clone() for name, p in trainable(model).items()})
 
     setup.finalize_model_grads = finalize
     try:

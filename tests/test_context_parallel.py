@@ -101,7 +101,6 @@ TWO: dict[str, dict[str, Any]] = {
 FOUR: dict[str, dict[str, Any]] = {
     "CP4-packed": {**PACKED, "parallel.context": 4},
     "CP2-DP2-packed": {**PACKED, "micro_batch_size": 1},
-    "CP2-TP2-packed": {**PACKED, "parallel.tensor": 2},
 }
 
 
