@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 from megatron_dspark.data.chat import load_samples
-from megatron_dspark.data.sampler import MicroBatch, Sampler
+from megatron_dspark.data.sampler import Dealer, MicroBatch, Sampler
 from megatron_dspark.objective import loss as objective
 from megatron_dspark.objective.fused import VocabTerms, vocab_parallel_ce_l1
 from megatron_dspark.parallel import process_groups
@@ -136,10 +136,9 @@ def measure(settings: TrainSettings, repeat: int, progress: bool) -> list[dict[s
     samples = load_samples(settings.data, target.folder, settings.max_length)
     sampler = Sampler(
         samples,
-        num_anchors=settings.num_anchors,
-        micro_batch_size=settings.micro_batch_size,
+        anchors=settings.anchor_rule,
+        dealer=Dealer(settings.micro_batch_size),
         global_batch_size=settings.micro_batch_size,
-        seed=settings.seed,
     )
     batch = next(sampler.step_batches(0))
     with process_groups(1, settings.seed) as groups:
