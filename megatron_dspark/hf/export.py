@@ -253,7 +253,9 @@ def _record(
             "inputs": "the anchor, then block_size - 1 masks, at positions anchor ... anchor + block_size - 1",
             "predictions": "slot k predicts the token at anchor + k + 1",
             "context": "taps of positions strictly before the anchor; the block sees itself in both directions",
-            "tap_ids": "tap i is the output of target decoder layer i, from 0",
+            "tap_ids": "id i is the output of target decoder layer i, from 0"
+            if layout == "deepspec"
+            else "id i is the output of target decoder layer i - 1; the embedding is 0",
         },
         **dict.fromkeys(RECORDED),
         **provenance,

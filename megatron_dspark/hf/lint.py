@@ -162,7 +162,8 @@ def engine_constraints() -> Mapping[str, Mapping[str, Any]]:
 
 def engine_table(verdicts: tuple[EngineVerdict, ...]) -> Table:
     """The verdicts as one rich table."""
-    table = Table("Engine", "Will load", "Because / how to start it", title="Serving engines", expand=False)
+    table = Table("Engine", "Will load", title="Serving engines", expand=False)
+    table.add_column("Because / how to start it", overflow="fold")
     for verdict in verdicts:
         evidence = "" if verdict.executed else " (from its source)"
         detail = "; ".join(verdict.reasons) or verdict.launch or ""
@@ -171,11 +172,17 @@ def engine_table(verdicts: tuple[EngineVerdict, ...]) -> Table:
 
 
 def _of_speculators(verdict: EngineVerdict) -> EngineVerdict:
-    """The speculators layout is vLLM's own: the other engines look for keys at top level, and count taps from 0."""
+    """The speculators layout is vLLM's own; the other engines look for keys at top level, or count its taps from 0."""
     if verdict.engine.startswith("vllm"):
         return verdict
     why = "it reads the DeepSpec layout and this is the speculators layout; convert it with megatron-dspark import"
-    return replace(verdict, loads=False, reasons=(why, *verdict.reasons))
+    if engine_constraints()[verdict.engine].get("speculators_aux_ids_shifted") is False:
+        why = (
+            "it starts with the speculators layout but does not take 1 off its tap ids, so the draft would read the "
+            "layer after each tap; convert it with megatron-dspark import"
+        )
+    # What was executed was the DeepSpec layout.
+    return replace(verdict, loads=False, reasons=(why, *verdict.reasons), executed=False)
 
 
 def _refusals(reason: str) -> Iterator[EngineVerdict]:
