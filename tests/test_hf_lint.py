@@ -264,6 +264,16 @@ def test_the_speculators_layout_is_linted_in_its_own_terms(tmp_path: Path) -> No
     assert not last.ok and "tap 7 is the last of 8 layers" in last.problems[0].sentence
 
 
+def test_the_layouts_of_other_tools_are_named_first(tmp_path: Path) -> None:
+    from tests.test_hf_import import modelopt, specforge
+
+    config = tiny_config()
+    for layout, words in ((specforge, "the SpecForge layout"), (modelopt, "the ModelOpt layout")):
+        result = lint_folder(write_folder(tmp_path / words, *layout(config, random_tensors(config))))
+        assert words in result.problems[0].sentence and "megatron-dspark import" in result.problems[0].sentence
+        assert not result.ok and "mlx_dspark_0.20.3" not in loading(result)
+
+
 def test_the_verb_ends_with_an_error_where_the_engine_refuses(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     from megatron_dspark.cli import lint as verb
 

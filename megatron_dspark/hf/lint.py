@@ -21,6 +21,7 @@ from rich.text import Text
 
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.files import read_json
+from megatron_dspark.hf.foreign import TITLES, convert, recognise
 from megatron_dspark.hf.layouts import DTYPES, DraftDimensions, tensor_shapes
 from megatron_dspark.hf.load import DraftTensors, read_config, tensor_problems
 from megatron_dspark.hf.local_paths import local_paths
@@ -117,12 +118,17 @@ def lint_folder(folder: str | Path) -> LintReport:
     folder = Path(folder)
     config = read_config(folder)
     tensors = DraftTensors(folder)
-    speculators = "speculators_model_type" in config or "transformer_layer_config" in config
+    layout = "deepspec"
+    with contextlib.suppress(DSparkError):
+        layout = recognise(config, tensors.shapes)
+    speculators = layout == "speculators"
     problems = list(_local_paths(config)) if speculators else []
+    if layout in ("specforge", "modelopt"):
+        sentence = (
+            f"the folder has {TITLES[layout]}, and engines look for DeepSpec's; convert it with megatron-dspark import"
+        )
+        problems.append(Problem("layout", sentence, readable=True))
     if speculators:
-        # Importing transformers, which reads the nested config, takes a second that other folders do not need.
-        from megatron_dspark.hf.foreign import convert
-
         try:
             config = convert(config, tensors.shapes, _dtype_of(tensors)).config
         except DSparkError as error:
