@@ -41,7 +41,7 @@ def test_the_card_holds_the_record_s_facts(tmp_path: Path) -> None:
         assert fact in card, fact
     assert "accepted length: not measured yet" in card
     assert '"num_speculative_tokens":5' in card and "--speculative-algorithm DSPARK" in card
-    assert "max_draft_len=5" in card and "convert_hf_to_gguf.py" in card
+    assert "max_draft_len=5" in card and "--spec-draft-n-max 5" in card
     assert read_json(tmp_path / "draft" / "dspark_export.json", "")["target"]["hub_id"] == "someone/tiny"
 
 

@@ -13,19 +13,22 @@ if TYPE_CHECKING:
 CARD_FILE = "README.md"
 
 # How each engine is pointed at a draft. vLLM's and SGLang's options stand in engine_compat.json; TensorRT-LLM's are of
-# `tensorrt_llm.llmapi.DSparkDecodingConfig` in its documentation; mlx-dspark's of its README.
+# `tensorrt_llm.llmapi.DSparkDecodingConfig` in its documentation, mlx-dspark's of its command line (0.20.3),
+# llama.cpp's of its pull requests 25173 and 25549.
 _SERVE = {
     "vllm": "```\nvllm serve TARGET {launch}\n```",
     "sglang": "```\npython -m sglang.launch_server --model-path TARGET {launch}\n```",
-    "mlx": '```\nmlx-dspark generate --model TARGET --drafter DRAFT --prompt "..."\n```',
+    "mlx": '```\nmlx-dspark generate --mode dspark --model TARGET --drafter DRAFT --prompt "..."\n```',
     "trtllm": "```python\n"
     "from tensorrt_llm import LLM\n"
     "from tensorrt_llm.llmapi import DSparkDecodingConfig\n\n"
     'LLM("TARGET", speculative_config=DSparkDecodingConfig(max_draft_len={block_size}, speculative_model="DRAFT"))\n'
     "```",
-    "llamacpp": "Convert this folder to GGUF with llama.cpp's `convert_hf_to_gguf.py`, which also needs the target's "
-    "folder, and give the result to `llama-server` as its draft; see llama.cpp's documentation for the options of your "
-    "release.",
+    "llamacpp": "```\n"
+    "python convert_hf_to_gguf.py TARGET --outtype bf16 --outfile target.gguf\n"
+    "python convert_hf_to_gguf.py DRAFT --target-model-dir TARGET --outtype bf16 --outfile draft.gguf\n"
+    "llama-server -m target.gguf -md draft.gguf --spec-type draft-dspark --spec-draft-n-max {block_size}\n"
+    "```",
 }
 _CONVENTIONS = (
     ("loss_normalizer", "loss divided by"),
