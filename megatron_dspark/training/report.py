@@ -165,6 +165,7 @@ def plot_curves(output: str | Path, picture: str | Path) -> Path:
             slots = sorted((int(key.split("@")[1]), value) for key, value in line.items() if "accept_rate@" in key)
             axes[2].plot([slot for slot, _ in slots], [value for _, value in slots], marker="o", label=label)
     axes[2].set(title="held-out accept rate by slot", xlabel="slot", ylim=(0, 1))
+    axes[2].xaxis.get_major_locator().set_params(integer=True)
     axes[2].legend()
     axes[2].grid(alpha=0.3)
     picture = Path(picture)
