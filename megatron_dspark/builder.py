@@ -2,16 +2,25 @@
 
 from typing import Any
 
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.training.models.gpt import GPTModelBuilder
-from megatron.training.vocab_utils import calculate_padded_vocab_size
+from megatron_dspark import platform
 
-from megatron_dspark.config import DSparkModelConfig
-from megatron_dspark.errors import DSparkError
-from megatron_dspark.features.colocated import load_target
-from megatron_dspark.model.draft import DSparkDraft
-from megatron_dspark.model.model import DSparkModel
-from megatron_dspark.targets.folder import TargetConfig, copy_rows, read_frozen_tables, read_target_config
+platform.prepare()
+
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from megatron.training.models.gpt import GPTModelBuilder  # noqa: E402
+from megatron.training.vocab_utils import calculate_padded_vocab_size  # noqa: E402
+
+from megatron_dspark.config import DSparkModelConfig  # noqa: E402
+from megatron_dspark.errors import DSparkError  # noqa: E402
+from megatron_dspark.features.colocated import load_target  # noqa: E402
+from megatron_dspark.model.draft import DSparkDraft  # noqa: E402
+from megatron_dspark.model.model import DSparkModel  # noqa: E402
+from megatron_dspark.targets.folder import (  # noqa: E402
+    TargetConfig,
+    copy_rows,
+    read_frozen_tables,
+    read_target_config,
+)
 
 
 class DSparkModelBuilder(GPTModelBuilder):

@@ -1,18 +1,21 @@
 """The command line: prepare data, train a drafter, export it, verify it."""
 
 import contextlib
-import json
+import functools
 import logging
 import os
 import sys
-import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from megatron_dspark.errors import DSparkError
+from megatron_dspark.files import json_text
+from megatron_dspark.quiet import quiet_logs
 
 app = typer.Typer(
     name="megatron-dspark",
@@ -35,20 +38,35 @@ def main() -> None:
 
     Results alone go to standard output; what a person did wrong is one sentence and exit code 2, never a traceback.
     """
-    # Megatron-Core and Bridge announce every missing optional package at import.
-    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
-    logging.disable(logging.WARNING)
+    # Megatron-Core configures logging on import, down to INFO and on standard output, unless somebody has before.
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    quiet_logs()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        with contextlib.redirect_stdout(sys.stderr):
-            app()
+        app()
     except DSparkError as error:
-        if os.environ.get("RANK", "0") == "0":
-            Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        if _is_first_rank():
+            Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
 
 
-@app.command()
+def _verb(function: Callable[..., None]) -> Callable[..., None]:
+    """Add a verb. What the libraries below print goes to standard error, which is not where results are."""
+
+    @app.command(name=function.__name__.removesuffix("_"))
+    @functools.wraps(function)
+    def run(*arguments: Any, **options: Any) -> None:
+        with contextlib.redirect_stdout(sys.stderr):
+            function(*arguments, **options)
+
+    return run
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+@_verb
 def prepare(
     output: Annotated[Path, typer.Option(help="Folder to write: train.jsonl, heldout.jsonl, prepare.json.")],
     target: Annotated[
@@ -110,7 +128,7 @@ def prepare(
     _show(report, as_json)
 
 
-@app.command()
+@_verb
 def train(
     recipe: Annotated[str, typer.Option(help="A recipe function, as FILE.py:FUNCTION, that returns TrainSettings.")],
     target: Annotated[Path | None, typer.Option(help="Hugging Face folder of the target.")] = None,
@@ -138,11 +156,11 @@ def train(
     from megatron_dspark.training.run import train as run_train
 
     report = run_train(settings, resume=not no_resume)
-    if int(os.environ.get("RANK", "0")) == 0:
+    if _is_first_rank():
         _show(report, as_json)
 
 
-@app.command()
+@_verb
 def export(
     run: Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints/step-… folders.")],
     output: Annotated[Path, typer.Option(help="Hugging Face folder to write; it must not hold anything yet.")],
@@ -167,11 +185,11 @@ def export(
         target_name=target_name,
         max_shard_bytes=_file_bytes(max_file_gb),
     )
-    if int(os.environ.get("RANK", "0")) == 0:
+    if _is_first_rank():
         _show(report, as_json)
 
 
-@app.command(name="import")
+@_verb
 def import_(
     folder: Annotated[
         Path, typer.Argument(help="A draft of DeepSpec, NeMo AutoModel, SpecForge, ModelOpt, speculators.")
@@ -196,7 +214,7 @@ def import_(
     _show(report, as_json)
 
 
-@app.command()
+@_verb
 def lint(
     folder: Annotated[Path, typer.Argument(help="A draft's Hugging Face folder.")],
     engine: Annotated[
@@ -216,7 +234,7 @@ def lint(
         raise typer.Exit(1)
 
 
-@app.command()
+@_verb
 def verify(
     draft: Annotated[Path, typer.Option(help="The exported drafter's folder.")],
     target: Annotated[Path, typer.Option(help="The target's Hugging Face folder.")],
@@ -235,7 +253,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Serve an exported drafter with the reference verifier, beside the target alone, and compare."""
-    from megatron_dspark.data.chat import read_messages
+    from megatron_dspark.data.messages import read_messages
     from megatron_dspark.serving.harness import verify_drafter
 
     records = [_without_answer(record_) for record_ in read_messages(prompts)]
@@ -283,6 +301,6 @@ def _file_bytes(gigabytes: float) -> int:
 
 def _show(report: Any, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(report.as_dict()), file=sys.__stdout__)
+        print(json_text(report.as_dict()), file=sys.__stdout__)
     else:
         Console(file=sys.__stdout__).print(report.render())

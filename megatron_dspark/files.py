@@ -1,13 +1,19 @@
-"""Files and folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all, and JSON that every reader accepts."""
 
+import functools
 import hashlib
 import json
+import math
 import os
+import re
 import shutil
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from megatron_dspark.errors import DSparkError
 
@@ -20,8 +26,7 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
     `path` is left as it was.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    temporary = _temporary(path)
     try:
         yield temporary
         with open(temporary, "rb+") as handle:
@@ -39,10 +44,8 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         DSparkError: `path` already holds something: a finished result is never overwritten silently.
     """
     path = Path(path)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise DSparkError(f"{path} already exists and is not empty; choose another folder or remove it first")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    refuse_taken(path)
+    temporary = _temporary(path)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
@@ -54,10 +57,78 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def is_taken(path: Path) -> bool:
+    """Whether `path` is a file, or a folder that holds something."""
+    return path.exists() and (not path.is_dir() or any(path.iterdir()))
+
+
+def refuse_taken(path: Path) -> None:
+    """Raise DSparkError when `path` is taken: a finished result is never overwritten silently."""
+    if is_taken(path):
+        raise DSparkError(f"{path} already exists and is not empty; choose another folder or remove it first")
+
+
+def _temporary(path: Path) -> Path:
+    """Where this process writes `path` before it is whole. What killed processes left of `path` is removed.
+
+    The name says which process writes, and where its number means something: on another machine of a shared file
+    system, or in another container, the same number is somebody else. Leftovers from there are not touched.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.(\d+)-{_numbering()}\.partial")
+    for other in path.parent.iterdir():
+        match = pattern.fullmatch(other.name)
+        if match and not psutil.pid_exists(int(match.group(1))):
+            if other.is_dir():
+                shutil.rmtree(other, ignore_errors=True)
+            else:
+                other.unlink(missing_ok=True)
+    return path.with_name(f".{path.name}.{os.getpid()}-{_numbering()}.partial")
+
+
+@functools.cache
+def _numbering() -> str:
+    """A word that two processes share only if they see the same process numbers: one boot of one machine, one
+    container."""
+    parts = [socket.gethostname()]
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    if boot.exists():
+        parts.append(boot.read_text().strip())
+    if namespace.is_symlink():
+        parts.append(os.readlink(namespace))
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=4).hexdigest()
+
+
+def finite(value: Any) -> Any:
+    """`value` with None for every NaN and infinity in it, for which JSON has no other word."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return value
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """`value` as JSON in the strict sense: a metric that was not measured (NaN) is null.
+
+    Raises:
+        TypeError: `value` holds something that JSON does not know.
+    """
+    return json.dumps(finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
 def write_json(path: str | Path, value: Any) -> None:
-    """Write `value` as indented JSON, atomically."""
+    """Write `value` as indented, strict JSON (see `json_text`), atomically."""
     with atomic_file(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        temporary.write_text(json_text(value, indent=2) + "\n", encoding="utf-8")
+
+
+def write_json_lines(path: str | Path, values: Iterable[Any]) -> None:
+    """Write one line of strict JSON for each of `values`, atomically."""
+    with atomic_file(path) as temporary:
+        temporary.write_text("".join(f"{json_text(value)}\n" for value in values), encoding="utf-8")
 
 
 def read_json(path: str | Path, what: str) -> Any:

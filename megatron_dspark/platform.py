@@ -2,7 +2,7 @@
 
 Megatron-Core names the device "cuda" inside seeding, data-parallel buffers, schedules, optimizers and checkpointing,
 and has no flag for another one. Where CUDA is absent, `prepare` answers those calls with the CPU; where CUDA is
-present it changes nothing. Megatron-Bridge additionally imports Transformer Engine in one module that this library
+present it replaces nothing. Megatron-Bridge additionally imports Transformer Engine in one module that this library
 does not use; where Transformer Engine is absent, that single import is served by a placeholder while it happens.
 """
 
@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from megatron_dspark.quiet import quiet_logs, quiet_warnings
 
 _TRANSFORMER_ENGINE_USER = "megatron.bridge.peft.lora_layers"
 _state: dict[str, Any] = {"prepared": False, "mode": None}
@@ -46,6 +48,8 @@ def prepare() -> None:
     if _state["prepared"]:
         return
     _state["prepared"] = True
+    quiet_logs()
+    quiet_warnings(cuda=has_cuda())
     if importlib.util.find_spec("transformer_engine") is None:
         sys.meta_path.insert(0, _TransformerEnginePlaceholder())
     if not has_cuda():

@@ -16,8 +16,8 @@ from megatron_dspark.data.chat import (
     end_of_turn_token,
     load_samples,
     load_tokenizer,
-    read_messages,
 )
+from megatron_dspark.data.messages import read_messages
 from megatron_dspark.errors import DSparkError
 from tests.data_support import CHATML, DEFAULT_SYSTEM, TAGGED, THINKING, byte_tokenizer, save_tiny_target
 from tests.smollm2_support import smollm2_folder

@@ -17,12 +17,13 @@ from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
 from megatron_dspark.data import generate
-from megatron_dspark.data.chat import encode_messages, encode_prompt, load_tokenizer, read_messages
+from megatron_dspark.data.chat import encode_messages, encode_prompt, load_tokenizer
 from megatron_dspark.data.decode import Decoder, Request
 from megatron_dspark.data.generate import GenerateSettings, generate_responses
+from megatron_dspark.data.messages import read_messages
 from megatron_dspark.data.partial import PartialFile
 from megatron_dspark.errors import DSparkError
-from megatron_dspark.serving.sampling import SamplingSettings, distribution
+from megatron_dspark.sampling import SamplingSettings, distribution
 from tests.data_support import save_tiny_target
 
 PROMPTS = [

@@ -26,6 +26,23 @@ def test_no_transformer_engine_is_left_behind() -> None:
     assert run(code) == "False True"
 
 
+def test_imports_say_nothing_unless_something_is_wrong() -> None:
+    """Everything that is imported to train, where Megatron-Core configures logging (to INFO, on standard output)."""
+    code = (
+        "import logging\n"
+        "import megatron_dspark.builder, megatron_dspark.hf.mapping, megatron_dspark.training.run\n"
+        "from megatron.bridge import AutoBridge\n"
+        "import warnings, megatron.core.models.backends as backends\n"
+        "logging.getLogger('megatron.bridge.utils.import_utils').warning('a real one')\n"
+        "warnings.warn_explicit('a real warning', UserWarning, 'f.py', 1, module='megatron.core.optimizer')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["WARNING:megatron.bridge.utils.import_utils:a real one"]
+    # Bridge's module has a handler of its own beside the root logger's.
+    assert done.stderr.splitlines() == ["a real one", "f.py:1: UserWarning: a real warning"]
+
+
 def test_changes_nothing_where_cuda_is() -> None:
     """With CUDA (as `is_available` tells it) neither torch.cuda nor the function modes are touched."""
     code = (

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_dspark.errors import DSparkError
+from megatron_dspark.sampling import SamplingSettings, UniformStream
 from megatron_dspark.serving.draft import DraftModel
-from megatron_dspark.serving.sampling import SamplingSettings, UniformStream
 from megatron_dspark.serving.target import Target
 from megatron_dspark.serving.verify import Generation, Session, generate, generate_target_only
 from tests.serving_support import agreeing_draft, double_precision, draft_config, save_draft, tiny_model

@@ -2,17 +2,20 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
+from megatron_dspark.data.chat import encode_messages, encode_prompt
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.serving import target as target_module
 from megatron_dspark.serving import verify as verify_module
-from megatron_dspark.serving.harness import _threads, verify_drafter
+from megatron_dspark.serving.harness import _threads, _tokenize, verify_drafter
 from megatron_dspark.serving.report import VerifyReport
+from tests.data_support import CHATML, DEFAULT_SYSTEM, TAGGED, THINKING, byte_tokenizer
 from tests.serving_support import save_agreeing_draft, save_target, tiny_model
 
 
@@ -33,6 +36,24 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def run(folders: tuple[Path, Path], **changes: Any) -> VerifyReport:
     return verify_drafter(*folders, prompts(), **({"max_new_tokens": 30} | changes))
+
+
+@pytest.mark.parametrize("template", [CHATML, DEFAULT_SYSTEM, TAGGED, THINKING], ids=range(4))
+@pytest.mark.parametrize("options", [None, {}, {"enable_thinking": False}, {"enable_thinking": True}], ids=str)
+def test_the_prompt_served_is_the_prompt_trained_on(template: str, options: dict[str, Any] | None) -> None:
+    tokenizer = byte_tokenizer(template)
+    record: dict[str, Any] = {"id": "a", "messages": [{"role": "user", "content": "Hi"}]}
+    if options is not None:
+        record["template_options"] = options
+    target = SimpleNamespace(max_positions=1000, vocab_size=1000)
+    (served,) = _tokenize([record], tokenizer, target)
+    assert served.ids == encode_prompt(tokenizer, record)
+    reply = {**record, "messages": [*record["messages"], {"role": "assistant", "content": "Ciao"}]}
+    trained = encode_messages(tokenizer, reply, 1000)
+    thought_is_given = template == THINKING and options == {"enable_thinking": False}
+    if template != THINKING or thought_is_given:
+        assert trained.input_ids[: int(trained.loss_mask.int().argmax())].tolist() == served.ids
+    assert thought_is_given == ("<think>" in tokenizer.decode(served.ids))
 
 
 def rendered(report: VerifyReport) -> str:

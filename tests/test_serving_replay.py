@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_dspark.serving.sampling import SamplingSettings
+from megatron_dspark.sampling import SamplingSettings
 from megatron_dspark.serving.target import Target
 from megatron_dspark.serving.verify import Block, Session, generate
 from tests.serving_support import ListedUniforms, double_precision, golden_draft, tiny_model

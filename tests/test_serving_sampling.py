@@ -15,8 +15,9 @@ import torch
 from scipy import stats
 
 from megatron_dspark.errors import DSparkError
-from megatron_dspark.serving import sampling
-from megatron_dspark.serving.sampling import SamplingSettings, UniformStream, distribution, draw, verify_sampled
+from megatron_dspark.sampling import SamplingSettings, UniformStream, distribution, draw
+from megatron_dspark.serving import acceptance
+from megatron_dspark.serving.acceptance import verify_sampled
 from megatron_dspark.serving.target import Target
 from megatron_dspark.serving.verify import generate
 from tests.serving_support import agreeing_draft, tiny_model
@@ -118,7 +119,7 @@ def test_a_wrong_residual_is_noticed(monkeypatch: pytest.MonkeyPatch, wrong: str
         "residual is p": lambda p, q: p,
         "residual is uniform over the rest": lambda p, q: ((p - q) > 0).double(),
     }
-    monkeypatch.setattr(sampling, "residual", rules[wrong])
+    monkeypatch.setattr(acceptance, "residual", rules[wrong])
     assert distance(*CASES["unrelated"]) > 1e-3
 
 

@@ -1,19 +1,27 @@
 """Training runs on the tiny target: one rank, DP 2 and TP 2 agree; a run resumes; what cannot work is refused."""
 
+import io
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.hf.from_checkpoint import export_checkpoint
-from megatron_dspark.training.checkpoint import find_checkpoint
-from megatron_dspark.training.report import plot_curves, read_metrics
-from megatron_dspark.training.run import train
+from megatron_dspark.hf.load import load_into_module
+from megatron_dspark.hf.mapping import unwrap_model
+from megatron_dspark.parallel import process_groups
+from megatron_dspark.targets.folder import read_target_config
+from megatron_dspark.training.checkpoint import find_checkpoint, load_draft_weights
+from megatron_dspark.training.report import Reporter, plot_curves, read_metrics
+from megatron_dspark.training.run import TrainReport, train
 from megatron_dspark.training.settings import TrainSettings, override, settings_from_dict
+from megatron_dspark.training.setup import build_training
 from tests.distributed import RankPool
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -112,6 +120,47 @@ def test_run_tells_what_happened(reference: tuple[Path, dict[str, torch.Tensor]]
     assert plot_curves(run, tmp_path / "curves.png").stat().st_size > 10_000
 
 
+def test_metrics_that_were_not_measured_are_null_in_the_file(tmp_path: Path) -> None:
+    """A slot that no block reached: NaN in the report, null in metrics.jsonl, and the plot leaves it out."""
+    reporter = Reporter(tmp_path, steps=1, done=0, active=True, tensorboard=True)
+    metrics = {"loss": 1.0, "tau": 1.5, "accept_rate@0": 0.5, "accept_rate@1": math.nan}
+    for split, step in (("validation", 0), ("train", 1), ("validation", 1)):
+        reporter.log(split, step, metrics)
+    reporter.close()
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        assert json.loads(line, parse_constant=pytest.fail)["accept_rate@1"] is None
+    assert [line["accept_rate@1"] for line in read_metrics(tmp_path, "validation")] == [None, None]
+    assert plot_curves(tmp_path, tmp_path / "curves.png").stat().st_size > 10_000
+    # A resumed run has what the file had, and shows it as absent.
+    report = TrainReport(str(tmp_path), "step-0000001", 1, 2.0, {}, {"tau": 1.5, "accept_rate@1": None}, metrics)
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(report.render())
+    text = console.export_text()
+    assert "nan" not in text and "None" not in text and "1.5" in text
+
+
+@pytest.mark.parametrize("source", ["checkpoint", "export"])
+def test_the_first_step_from_loaded_weights_keeps_them(
+    source: str, reference: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    """BF16 keeps FP32 masters: unless they are made anew, a step of zero gradient brings the old weights back."""
+    settings = tiny_settings(tmp_path / "run", precision="bf16", seed=7)
+    config = settings.model_config(read_target_config(settings.target))
+    with process_groups(1, seed=7) as groups:
+        model, optimizer, _ = build_training(settings, config, groups)
+        module = unwrap_model(model)
+        if source == "checkpoint":
+            load_draft_weights(find_checkpoint(reference[0]), module, optimizer)
+        else:
+            load_into_module(reference[0].parent / "export", module.draft, optimizer)
+        assert torch.equal(module.draft.norm.weight, reference[1]["norm.weight"].bfloat16())
+        loaded = {name: parameter.detach().clone() for name, parameter in module.draft.named_parameters()}
+        model.zero_grad_buffer()
+        assert optimizer.step()[0]
+        for name, parameter in module.draft.named_parameters():
+            assert torch.equal(parameter, loaded[name]), name
+
+
 def test_warm_up_follows_the_share() -> None:
     settings = TrainSettings(steps=20)
     settings.optimizer.warmup_share = 0.1
@@ -187,6 +236,8 @@ def test_refuses_before_any_file_is_made(reference: tuple[Path, dict[str, torch.
         ({"packing": True, "packed_length": 5}, "packed_length is 5 with packing True"),
         ({"parallel.context": 0}, "parallel.context must be at least 1"),
         ({"steps": 0}, "steps must be at least 1"),
+        ({"validation_samples": 0}, "validation_samples must be at least 1, and it is 0"),
+        ({"parallel.tensor": 0}, "parallel.tensor must be at least 1 rank, and it is 0"),
         ({"optimizer.warmup_share": 1.5}, "warmup_share must be in"),
     ]
     for change, sentence in refusals:

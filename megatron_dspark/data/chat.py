@@ -17,20 +17,9 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
-from megatron_dspark.data.messages import Record, read_messages, where_of
+from megatron_dspark.data.messages import read_messages, where_of
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.files import read_json
-
-__all__ = [
-    "ChatSample",
-    "Record",
-    "encode_messages",
-    "encode_prompt",
-    "end_of_turn_token",
-    "load_samples",
-    "load_tokenizer",
-    "read_messages",
-]
 
 _GENERATION_TAG = re.compile(r"{%-?\s*generation\s*-?%}")
 _PROBE = "zzyzx"
@@ -268,7 +257,7 @@ def _render(tokenizer: Any, record: dict[str, Any], messages: list[dict[str, str
 def _refusals_named(record: dict[str, Any]) -> Iterator[None]:
     try:
         yield
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:
         raise DSparkError(f"{where_of(record)}: the target's chat template refuses it ({error})") from None
 
 

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_dspark.errors import DSparkError
-
-# The verifier's own sampling rule: data and measurement then mean the same by temperature, top-k and top-p.
-from megatron_dspark.serving.sampling import SamplingSettings, UniformStream, distribution, draw
+from megatron_dspark.sampling import SamplingSettings, UniformStream, distribution, draw
 
 _ATTENTION = "dspark_grouped"
 

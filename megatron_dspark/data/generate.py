@@ -30,8 +30,8 @@ from megatron_dspark.data.meter import Meter
 from megatron_dspark.data.partial import PartialFile
 from megatron_dspark.data.workers import Job, answer_units
 from megatron_dspark.errors import DSparkError
-from megatron_dspark.files import atomic_file, read_json
-from megatron_dspark.serving.sampling import SamplingSettings
+from megatron_dspark.files import read_json, write_json_lines
+from megatron_dspark.sampling import SamplingSettings
 from megatron_dspark.targets.folder import TargetConfig, read_target_config
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -84,7 +84,7 @@ class GenerateSettings:
         self.sampling()  # which checks its own three
 
     def sampling(self) -> SamplingSettings:
-        """The sampling rule, which is the verifier's."""
+        """The sampling rule, which the verifier uses too."""
         return SamplingSettings(self.temperature, self.top_k, self.top_p)
 
     def resolved(self) -> "GenerateSettings":
@@ -206,9 +206,7 @@ def generate_responses(
         usable = [done[index] for index in sorted(done) if done[index]["record"] is not None]
         if not usable:
             raise DSparkError(f"the target gave no usable answer to {len(prompts)} prompts; check it by hand")
-        with atomic_file(output) as temporary:
-            lines = (json.dumps(entry["record"], ensure_ascii=False) + "\n" for entry in usable)
-            temporary.write_text("".join(lines), encoding="utf-8")
+        write_json_lines(output, (entry["record"] for entry in usable))
         partial.remove()
     seconds = time.time() - began
     response_tokens = sum(entry["tokens"] for entry in usable)

@@ -1,7 +1,6 @@
 """What a preparation can be asked for, and every refusal of a combination that cannot work."""
 
 import dataclasses
-import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from megatron_dspark.data.generate import GenerateSettings
 from megatron_dspark.data.messages import SUPERVISE
 from megatron_dspark.data.prompts import general_prompts, recipe_prompts
 from megatron_dspark.errors import DSparkError
+from megatron_dspark.files import sha256
 
 SMOLLM2 = "smollm2"
 BUILT_IN_PROMPTS = {"recipes": recipe_prompts, "general": general_prompts}
@@ -20,8 +20,8 @@ _FREE = ("output", "workers")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareOptions:
-    """What to prepare.
+class PrepareOptions(GenerateSettings):
+    """What to prepare: how the target answers (see `GenerateSettings`), and what.
 
     Attributes:
         output: folder to write.
@@ -34,8 +34,7 @@ class PrepareOptions:
             the target, which is what a drafter should learn from.
         supervise: "all" replies or the "last" one only (for chat templates that rewrite earlier turns).
         template_options: passed to the chat template, for example {"enable_thinking": False}.
-        max_new_tokens, temperature, top_p, top_k, seed, batch_size, workers, threads, device, dtype: of the
-            generation, see `GenerateSettings`. `seed` also orders the built-in prompts.
+        seed: of the random numbers, and of the order of the built-in prompts.
         time_limit_seconds: when the whole preparation should be finished; the training set is what gets shorter.
     """
 
@@ -48,19 +47,9 @@ class PrepareOptions:
     keep_responses: bool = False
     supervise: str = "all"
     template_options: dict[str, Any] = field(default_factory=dict)
-    max_new_tokens: int = 160
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    batch_size: int = 64
-    workers: int = 0
-    threads: int = 1
-    device: str = "auto"
-    dtype: str = "auto"
-    time_limit_seconds: float | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, least in (("heldout_samples", 1), ("general_heldout_samples", 0), ("train_samples", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -82,29 +71,19 @@ class PrepareOptions:
                 f"prompts is {str(self.prompts)!r}, which is neither {' nor '.join(map(repr, BUILT_IN_PROMPTS))} nor a "
                 "file; name a JSONL file"
             )
-        self.generation()  # which checks its own fields
 
     @property
     def built_in(self) -> bool:
         """Whether the prompts are ours."""
         return str(self.prompts) in BUILT_IN_PROMPTS
 
-    def generation(self, time_limit_seconds: float | None = None) -> GenerateSettings:
-        """The generation's settings, with what is left of the time limit."""
-        names = {item.name for item in dataclasses.fields(GenerateSettings)}
-        values = {name: getattr(self, name) for name in names}
-        if time_limit_seconds is not None:
-            values["time_limit_seconds"] = time_limit_seconds
-        return GenerateSettings(**values)
+    def generation(self, time_limit_seconds: float | None) -> GenerateSettings:
+        """The generation's settings alone, with what is left of the time limit."""
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(GenerateSettings)}
+        return GenerateSettings(**{**values, "time_limit_seconds": time_limit_seconds})
 
     def recorded(self) -> dict[str, Any]:
-        """As plain JSON values, with the digest of a prompts file in place of nothing but its name."""
+        """As plain JSON values, with the digest of a prompts file beside its name."""
         values = {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
-        values["prompts_sha256"] = None if self.built_in else file_sha256(self.prompts)
+        values["prompts_sha256"] = None if self.built_in else sha256(self.prompts)
         return {name: value for name, value in values.items() if name not in _FREE}
-
-
-def file_sha256(path: str | Path) -> str:
-    """Digest of a file's content."""
-    with open(path, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()

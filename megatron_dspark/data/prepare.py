@@ -4,7 +4,6 @@ Writes `train.jsonl`, `heldout.jsonl`, on request `general_heldout.jsonl`, and l
 how they were made. Until that file exists the job is unfinished and the same call continues it.
 """
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +13,13 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from megatron_dspark.data.chat import Record, encode_messages, encode_prompt, load_tokenizer, read_messages
+from megatron_dspark.data.chat import encode_messages, encode_prompt, load_tokenizer
 from megatron_dspark.data.generate import generate_responses
-from megatron_dspark.data.options import SMOLLM2, PrepareOptions, file_sha256
+from megatron_dspark.data.messages import Record, read_messages
+from megatron_dspark.data.options import SMOLLM2, PrepareOptions
 from megatron_dspark.data.split import HELDOUT, TRAIN, prompt_sets
 from megatron_dspark.errors import DSparkError
-from megatron_dspark.files import atomic_file, read_json, write_json
+from megatron_dspark.files import read_json, sha256, write_json, write_json_lines
 from megatron_dspark.targets.folder import read_target_config
 from megatron_dspark.targets.smollm2 import SMOLLM2_MASK_TOKEN_ID, convert_smollm2
 
@@ -166,10 +166,8 @@ def _write(sets: dict[str, list[Record]], folder: Path, output: Path) -> dict[st
             "cut_replies": sum(record.get("finish_reason") == "length" for record in records),
         }
     for name, records in sets.items():
-        with atomic_file(output / name) as temporary:
-            lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-            temporary.write_text("".join(lines), encoding="utf-8")
-        facts[name]["sha256"] = file_sha256(output / name)
+        write_json_lines(output / name, records)
+        facts[name]["sha256"] = sha256(output / name)
     return facts
 
 
@@ -196,7 +194,7 @@ def _finished(output: Path, recorded: dict[str, Any]) -> dict[str, Any]:
         )
     _refuse_difference(output, content["options"], recorded, "was prepared")
     for name, facts in content["files"].items():
-        found = file_sha256(output / name) if (output / name).is_file() else "none, the file is missing"
+        found = sha256(output / name) if (output / name).is_file() else "none, the file is missing"
         if found != facts["sha256"]:
             raise DSparkError(
                 f"{output / name} was changed after its preparation (SHA-256 {found}, expected {facts['sha256']}); "

@@ -17,7 +17,7 @@ import torch
 
 from megatron_dspark.data.decode import Decoder, Finished, Request
 from megatron_dspark.errors import DSparkError
-from megatron_dspark.serving.sampling import SamplingSettings
+from megatron_dspark.sampling import SamplingSettings
 
 # How often a worker says how many tokens it has made.
 _REPORT_SECONDS = 0.5

@@ -1,11 +1,12 @@
 """Colocated capture: the frozen target runs in the training job, without its LM head."""
 
-import logging
-import warnings
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import rich
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
@@ -122,38 +123,45 @@ def load_target(
                 f"the target at {folder} has {name} {value}, which tensor_model_parallel_size {size} does not divide; "
                 "choose a size that does, or train from features computed beforehand"
             )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from megatron.bridge import AutoBridge
-        from megatron.bridge.models.gpt_provider import local_layer_spec
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.models.gpt_provider import local_layer_spec
 
-        bridge = AutoBridge.from_hf_pretrained(str(folder))
-        provider = bridge.to_megatron_provider(load_weights=True)
-        provider.tensor_model_parallel_size = size
-        provider.sequence_parallel = False
-        provider.params_dtype = transformer.params_dtype
-        provider.bf16, provider.fp16 = transformer.bf16, transformer.fp16
-        if transformer.transformer_impl == "local":
-            _use_plain_modules(provider, local_layer_spec)
-        layer_spec = provider.transformer_layer_spec
-        provider.transformer_layer_spec = lambda config: with_document_attention(layer_spec(config))
-        # Transformer Engine's fused kernel takes one table of angles for all rows, and packed rows have their own.
-        provider.apply_rope_fusion = False
-        provider.finalize()
-        quiet = logging.getLogger("megatron.bridge")
-        level, _ = quiet.level, quiet.setLevel(logging.ERROR)
+    bridge = AutoBridge.from_hf_pretrained(str(folder))
+    provider = bridge.to_megatron_provider(load_weights=True)
+    provider.tensor_model_parallel_size = size
+    provider.sequence_parallel = False
+    provider.params_dtype = transformer.params_dtype
+    provider.bf16, provider.fp16 = transformer.bf16, transformer.fp16
+    if transformer.transformer_impl == "local":
+        _use_plain_modules(provider, local_layer_spec)
+    layer_spec = provider.transformer_layer_spec
+    provider.transformer_layer_spec = lambda config: with_document_attention(layer_spec(config))
+    # Transformer Engine's fused kernel takes one table of angles for all rows, and packed rows have their own.
+    provider.apply_rope_fusion = False
+    provider.finalize()
+    with _no_bar_in_a_pipe():
         (model,) = provider.provide_distributed_model(
             wrap_with_ddp=False,
             use_cpu_initialization=not platform.has_cuda(),
             mixed_precision_wrapper=None,
             pg_collection=pg_collection,
         )
-        quiet.setLevel(level)
     if transformer.bf16 or transformer.fp16:
         model = model.to(torch.bfloat16 if transformer.bf16 else torch.float16)
     elif transformer.params_dtype == torch.float64:
         model = model.double()
     return FrozenTarget(model, target_layer_ids, pg_collection.cp)
+
+
+@contextlib.contextmanager
+def _no_bar_in_a_pipe() -> Iterator[None]:
+    """Bridge draws its loading bar on rich's global console, also where no terminal is."""
+    console = rich.get_console()
+    before, console.quiet = console.quiet, console.quiet or not console.is_terminal
+    try:
+        yield
+    finally:
+        console.quiet = before
 
 
 def _use_plain_modules(provider: Any, layer_spec: Any) -> None:

@@ -4,7 +4,6 @@ The folder holds config.json, the weights, and dspark_export.json, the record of
 and free of lint, or it is not there.
 """
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -21,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_dspark.errors import DSparkError
-from megatron_dspark.files import atomic_folder, sha256, write_json
+from megatron_dspark.files import atomic_folder, finite, json_text, refuse_taken, sha256, write_json
 from megatron_dspark.hf.card import write_model_card
 from megatron_dspark.hf.config import draft_hf_config, settings_from_model
 from megatron_dspark.hf.layouts import DraftDimensions, tensor_shapes
@@ -100,7 +99,7 @@ def export_draft(
         output_folder: where to publish; it must not hold anything yet.
         dtype: "bfloat16" or "float32".
         provenance: what dspark_export.json records: `run`, `conventions`, `data`, `tau`, `accepted_length` and anything
-            else that JSON holds. Paths of this machine inside it are cut to their last part.
+            else that JSON holds. Paths of this machine inside it are cut to their last part; a NaN becomes null.
         max_shard_bytes: size of weight file above which the weights are split.
         layout: "deepspec" or "speculators".
         target_name: the target's Hugging Face id, for the speculators layout and the model card.
@@ -125,7 +124,8 @@ def export_draft(
         check_coverage(draft, config)
         record = _checked_provenance(provenance or {})
         if _rank() == writer:
-            _refuse_taken_folder(Path(output_folder))
+            # `atomic_folder` refuses it too, but only after every tensor was promised to it.
+            refuse_taken(Path(output_folder))
         return config, record
 
     prepared = _on_every_rank(prepare)
@@ -269,16 +269,10 @@ def _checked_provenance(provenance: Mapping[str, Any]) -> dict[str, Any]:
             f"provenance sets {min(own & set(provenance))!r}, which the export writes itself; leave it out"
         )
     try:
-        json.dumps(provenance, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise DSparkError(f"provenance cannot be written as JSON ({error}); give plain, finite values") from None
-    return without_local_paths(provenance)
-
-
-def _refuse_taken_folder(folder: Path) -> None:
-    # `atomic_folder` refuses it too, but only after every tensor was promised to it.
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DSparkError(f"{folder} already exists and is not empty; choose another folder or remove it first")
+        json_text(provenance)
+    except TypeError as error:
+        raise DSparkError(f"provenance cannot be written as JSON ({error}); give plain values") from None
+    return finite(without_local_paths(provenance))
 
 
 # ---- several ranks: one writes, all learn how it went

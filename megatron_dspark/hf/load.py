@@ -100,16 +100,17 @@ def load_draft(folder: str | Path) -> LoadedDraft:
     return LoadedDraft(config, tensors)
 
 
-def load_into_module(folder: str | Path, draft_module: "Module") -> None:
+def load_into_module(folder: str | Path, draft_module: "Module", optimizer: Any = None) -> None:
     """Copy a folder's weights into a Megatron draft, on every rank that holds a part of it.
 
     Every rank calls it, with the same folder. Values are converted to each parameter's own dtype. Vocabulary rows that
-    Megatron added as padding become zero. A training job that keeps FP32 masters has to refresh them afterwards
-    (`optimizer.reload_model_params()`).
+    Megatron added as padding become zero.
 
     Args:
         folder: the draft's folder.
         draft_module: the draft, alone or wrapped in Megatron's data-parallel and 16-bit wrappers.
+        optimizer: Megatron-Core's optimizer of a run that starts from these weights: its FP32 masters are made anew,
+            or its first step would write the masters' old values back.
 
     Raises:
         DSparkError: the folder is damaged or of another layout, describes another draft than `draft_module`, or leaves
@@ -120,6 +121,8 @@ def load_into_module(folder: str | Path, draft_module: "Module") -> None:
 
     config, tensors = load_draft(folder)
     load_tensors(draft_module, config, tensors)
+    if optimizer is not None:
+        optimizer.reload_model_params()
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class DraftAttention(MegatronModule):
     """Grouped-query attention with keys and values from the context and from the block.
 
     Context rows pass through this layer's own key and value projections, key norm and rotary positions, but not
-    through the layer's input norm (SPEC: arXiv:2607.05147, section on the parallel backbone). Queries, keys and values
+    through the layer's input norm (arXiv:2607.05147, section on the parallel backbone). Queries, keys and values
     are separate column-parallel linears because context rows need no queries.
     """
 

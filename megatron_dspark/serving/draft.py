@@ -1,8 +1,8 @@
 """The draft as it is served: read from an exported folder, one request at a time.
 
-Written from SPEC section 1 and the released tensors, not from the training model. A block is drafted in two moves: one
-parallel pass of the backbone over [anchor, mask, ...], then the sequential head from left to right, so that proposal k
-knows proposal k - 1.
+Written from the paper (arXiv:2607.05147) and the released tensors, not from the training model. A block is drafted in
+two moves: one parallel pass of the backbone over [anchor, mask, ...], then the sequential head from left to right, so
+that proposal k knows proposal k - 1.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What an exported draft's config.json must say (DeepSpec layout, SPEC section 7), read and checked."""
+"""What an exported draft's config.json must say (DeepSpec layout), read and checked."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

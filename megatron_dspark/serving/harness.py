@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.progress import track
 
 from megatron_dspark.errors import DSparkError
+from megatron_dspark.sampling import SamplingSettings, UniformStream
 from megatron_dspark.serving.draft import DraftModel
 from megatron_dspark.serving.precision import parse_device, parse_dtype
 from megatron_dspark.serving.report import Exactness, Mismatch, Slot, VerifyReport
-from megatron_dspark.serving.sampling import SamplingSettings, UniformStream
 from megatron_dspark.serving.target import Target, load_tokenizer
 from megatron_dspark.serving.verify import BlockRecord, Generation, check_compatible, generate, generate_target_only
 
@@ -54,7 +54,8 @@ def verify_drafter(
         draft_folder: an exported draft (model.safetensors and config.json).
         target_folder: the target's Hugging Face folder, tokenizer and chat template included.
         prompts: {"id": ..., "messages": [...]} each, the last message a user's. Ids are unique: a prompt's random
-            numbers depend on (seed, id) alone.
+            numbers depend on (seed, id) alone. `template_options`, where there are any, go to the chat template, as
+            they do in training.
         temperature: 0 is greedy, and only then is token equality checked.
         dtype: "float32" (block and single-row arithmetic agree up to near ties), "bfloat16" or "float64" (in which
             transformers still computes the target's norms and rotary angles in FP32).
@@ -117,6 +118,11 @@ def _check_prompts(prompts: Sequence[dict[str, Any]]) -> None:
             raise DSparkError(
                 f"prompt {name!r} has no list of messages with the texts 'role' and 'content'; give at least a user's"
             )
+        if not isinstance(prompt.get("template_options", {}), dict):
+            raise DSparkError(
+                f"prompt {name!r} has the template_options {prompt['template_options']!r}; give an object of the chat "
+                "template's options"
+            )
         if messages[-1].get("role") != "user":
             raise DSparkError(
                 f"prompt {name!r} ends with the role {messages[-1].get('role')!r}; a prompt ends with a user's message"
@@ -132,7 +138,11 @@ def _tokenize(prompts: Sequence[dict[str, Any]], tokenizer: Any, target: Target)
     for prompt in prompts:
         try:
             ids = tokenizer.apply_chat_template(
-                prompt["messages"], add_generation_prompt=True, tokenize=True, return_dict=False
+                prompt["messages"],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+                **prompt.get("template_options", {}),
             )
         except (TemplateError, TypeError, KeyError) as error:
             raise DSparkError(

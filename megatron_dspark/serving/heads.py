@@ -7,7 +7,7 @@ from megatron_dspark.serving.precision import at_least_float32
 
 
 class MarkovHead(nn.Module):
-    """What the previous token says about the next: a latent of width r, then W2 (SPEC 1.5).
+    """What the previous token says about the next: a latent of width r, then W2.
 
     Args:
         kind: "vanilla", "gated" or "rnn".
@@ -51,7 +51,7 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """Predicts whether a slot's proposal will be accepted, given that those before it were (SPEC 1.6)."""
+    """Predicts whether a slot's proposal will be accepted, given that those before it were."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

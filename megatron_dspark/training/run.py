@@ -21,6 +21,7 @@ from megatron_dspark.data.sampler import Dealer, MicroBatch, Sampler, validation
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.features.colocated import TargetFeatures
 from megatron_dspark.features.memory import FeatureMemory
+from megatron_dspark.files import finite
 from megatron_dspark.objective.metrics import reduce_report
 from megatron_dspark.parallel import process_groups
 from megatron_dspark.targets.folder import TargetConfig, read_target_config
@@ -57,7 +58,8 @@ class TrainReport:
         for name in columns:
             table.add_column(name, justify="right")
         for metric in sorted({name for metrics in columns.values() for name in metrics}):
-            table.add_row(metric, *(f"{m[metric]:.4g}" if metric in m else "-" for m in columns.values()))
+            values = (finite(metrics.get(metric)) for metrics in columns.values())
+            table.add_row(metric, *("-" if value is None else f"{value:.4g}" for value in values))
         return table
 
 

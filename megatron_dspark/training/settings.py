@@ -46,7 +46,7 @@ class DraftSettings:
 
 @dataclass(kw_only=True)
 class ObjectiveSettings:
-    """Weights of SPEC section 3 (paper Eqs. 8 to 10)."""
+    """Weights of the loss (paper Eqs. 8 to 10)."""
 
     ce_weight: float = 0.1
     l1_weight: float = 0.9
@@ -171,12 +171,15 @@ class TrainSettings:
             "num_anchors",
             "log_interval",
             "validation_interval",
+            "validation_samples",
             "save_interval",
         ):
             if getattr(self, name) < 1:
                 raise DSparkError(f"{name} must be at least 1, and it is {getattr(self, name)}")
         if self.max_length < 2:
             raise DSparkError(f"max_length must be at least 2 tokens, and it is {self.max_length}")
+        if self.parallel.tensor < 1:
+            raise DSparkError(f"parallel.tensor must be at least 1 rank, and it is {self.parallel.tensor}")
         if self.feature_memory_gib < 0:
             raise DSparkError(f"feature_memory_gib must not be negative, and it is {self.feature_memory_gib}")
         if self.precision not in PRECISIONS:

@@ -1,0 +1,49 @@
+"""The command line as a program: where help, results, refusals and the libraries' noise go."""
+
+import io
+import json
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from megatron_dspark import cli
+
+
+def run(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "megatron_dspark", *words], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("verb", ["", "prepare", "train", "export", "import", "lint", "verify"])
+def test_help_can_be_piped(verb: str) -> None:
+    done = run(*verb.split(), "--help")
+    assert done.returncode == 0 and done.stderr == ""
+    assert "Usage: " in done.stdout and (verb or "prepare") in done.stdout
+
+
+def test_a_refusal_is_one_whole_sentence_and_exit_code_2() -> None:
+    done = run("train", "--recipe", "recipes/[bold]none.py:f")
+    assert done.returncode == 2 and done.stdout == ""
+    # Square brackets are no markup.
+    assert done.stderr.startswith("error: the recipe 'recipes/[bold]none.py:f' is not FILE.py:FUNCTION")
+    assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_results_are_strict_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Report:
+        def as_dict(self) -> dict[str, Any]:
+            return {"tau": math.nan, "slots": [{"rate": math.inf}], "steps": 3}
+
+    monkeypatch.setattr(sys, "__stdout__", io.StringIO())
+    cli._show(Report(), True)
+    text = sys.__stdout__.getvalue()
+    assert json.loads(text, parse_constant=pytest.fail) == {"tau": None, "slots": [{"rate": None}], "steps": 3}
+
+
+def test_a_verb_keeps_standard_output_for_its_result(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    chatty = cli._verb(lambda: print("a library's greeting"))
+    cli.app.registered_commands.pop()
+    chatty()
+    assert capfd.readouterr() == ("", "a library's greeting\n")
