@@ -85,7 +85,7 @@ from megatron.bridge.training.pretrain import pretrain  # noqa: E402
 from megatron.core.dist_checkpointing import load_tensors_metadata  # noqa: E402
 
 from megatron_dspark.data.chat import load_samples  # noqa: E402
-from megatron_dspark.data.sampler import Sampler  # noqa: E402
+from megatron_dspark.data.sampler import Dealer, Sampler  # noqa: E402
 from megatron_dspark.targets.folder import read_target_config  # noqa: E402
 from megatron_dspark.training.settings import settings_from_dict  # noqa: E402
 from megatron_dspark.training.step import forward_step_dspark  # noqa: E402
@@ -102,10 +102,9 @@ class TinyConversations(DatasetProvider):
         settings = self.settings
         sampler = Sampler(
             load_samples(settings.data, settings.target, settings.max_length),
-            num_anchors=settings.num_anchors,
-            micro_batch_size=settings.micro_batch_size,
+            anchors=settings.anchor_rule,
+            dealer=Dealer(settings.micro_batch_size, context.pg_collection.dp.rank(), context.pg_collection.dp.size()),
             global_batch_size=settings.global_batch_size,
-            seed=settings.seed,
         )
         starts = (step * settings.global_batch_size for step in range(settings.steps))
         return (batch for start in starts for batch in sampler.step_batches(start)), None, None
