@@ -105,3 +105,24 @@ def test_target_that_does_not_belong_is_refused(tmp_path: Path) -> None:
         colocated(tmp_path)
     with pytest.raises(DSparkError, match="does not exist"):
         colocated(tmp_path / "nowhere")
+
+
+def test_positions_restart_in_every_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention tells only distances apart, so no result shows it but in low precision; engines count from 0."""
+    from megatron_dspark.model import draft as draft_module
+
+    save_target(tmp_path, "qwen3")
+    model = colocated(tmp_path)
+    documents = torch.tensor([[0] * 20 + [1] * 12 + [-1]])
+    ids, loss_mask = torch.zeros_like(documents), documents >= 0
+    angles: list[torch.Tensor] = []
+    model.target.model.rotary_pos_emb.register_forward_hook(lambda *call: angles.append(call[-1]))
+    rotary_tables, asked = draft_module.rotary_tables, []
+    monkeypatch.setattr(
+        draft_module, "rotary_tables", lambda rows, *rest: (asked.append(rows), rotary_tables(rows, *rest))[1]
+    )
+    model(ids, loss_mask, torch.tensor([[4, 25, 30]]), documents=documents)
+    assert torch.equal(angles[0][20:32], angles[0][:12]) and not torch.equal(angles[0][8:20], angles[0][:12])
+    context, slots = sorted(asked, key=lambda rows: rows.shape[1] != 30)
+    assert context[0].tolist() == [*range(20), *range(10)]
+    assert slots[0].tolist() == [anchor + slot for anchor in (4, 5, 10) for slot in range(5)]

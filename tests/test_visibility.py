@@ -142,6 +142,21 @@ def test_packed_row_equals_its_documents(model: DSparkModel) -> None:
     assert_same(again, found)
 
 
+def test_labels_and_anchors_stay_inside_their_document() -> None:
+    documents = torch.tensor([[0] * 7 + [1] * 5 + [-1] * 3])
+    everything = torch.ones(1, 15, dtype=torch.bool)
+    layout = lay_out_blocks(
+        torch.zeros(1, 15, dtype=torch.int64),
+        everything,
+        torch.tensor([[2, 5, 9, -1]]),
+        block_size=4,
+        mask_token_id=1,
+        documents=documents,
+    )
+    assert layout.supervised[0].sum(-1).tolist() == [4, 1, 2, 0]
+    assert eligible_anchors(everything[0], documents[0]).nonzero().flatten().tolist() == [*range(6), *range(7, 11)]
+
+
 def test_anchor_draw_is_keyed_and_eligible() -> None:
     mask = torch.zeros(200, dtype=torch.bool)
     mask[20:60] = mask[100:101] = mask[150:199] = True
