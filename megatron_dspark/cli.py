@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from megatron_dspark.errors import DSparkError
+from megatron_dspark.errors import DSparkError, LostRankError
 from megatron_dspark.files import json_text
 from megatron_dspark.quiet import quiet_logs
 
@@ -45,7 +45,7 @@ def main() -> None:
     try:
         app()
     except DSparkError as error:
-        if _is_first_rank():
+        if _is_first_rank() or isinstance(error, LostRankError):
             Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
 
@@ -141,6 +141,11 @@ def train(
         typer.Option("--set", help="Any other setting, as name=value, for example optimizer.learning_rate=1e-3."),
     ] = None,
     no_resume: Annotated[bool, typer.Option("--no-resume", help="Refuse a folder that has a checkpoint.")] = False,
+    resume_from: Annotated[int | None, typer.Option(help="Go on from this step's checkpoint, not the newest.")] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(help="A setting (or target, data) that may differ from the checkpoint's, though results change."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a drafter; start it under torchrun for several ranks (torchrun ... -m megatron_dspark train ...)."""
@@ -153,11 +158,17 @@ def train(
         if value is not None:
             setattr(settings, name, value if name == "steps" else str(value))
     settings = override(settings, setting or [])
+    if resume_from is not None:
+        settings.checkpoint.resume_from = resume_from
+    settings.checkpoint.allow += allow or []
+    from megatron_dspark.training.interruption import EXIT_STOPPED
     from megatron_dspark.training.run import train as run_train
 
     report = run_train(settings, resume=not no_resume)
     if _is_first_rank():
         _show(report, as_json)
+    if report.stopped:
+        raise typer.Exit(EXIT_STOPPED)
 
 
 @_verb

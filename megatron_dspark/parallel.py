@@ -2,9 +2,12 @@
 
 import contextlib
 import os
+import random
 import tempfile
 from collections.abc import Iterator
+from datetime import timedelta
 
+import numpy
 import torch
 import torch.distributed
 
@@ -18,11 +21,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: 
 
 @contextlib.contextmanager
 def process_groups(
-    tensor_parallel_size: int, seed: int, *, context_parallel_size: int = 1
+    tensor_parallel_size: int, seed: int, *, context_parallel_size: int = 1, timeout_minutes: float = 30.0
 ) -> Iterator[ProcessGroupCollection]:
     """Start torch.distributed (torchrun's ranks, or one) and Megatron-Core's groups; end them afterwards.
 
-    A job that already has a process group keeps it.
+    A job that already has a process group keeps it. A rank that waits longer than `timeout_minutes` for another one
+    raises.
     """
     ours = not torch.distributed.is_initialized()
     with tempfile.TemporaryDirectory(prefix="dspark-") as folder:
@@ -32,16 +36,21 @@ def process_groups(
             alone = "WORLD_SIZE" not in os.environ
             torch.distributed.init_process_group(
                 platform.communication_backend(),
+                timeout=timedelta(minutes=timeout_minutes),
                 **(dict(init_method=f"file://{folder}/store", rank=0, world_size=1) if alone else {}),
             )
         # A process that already had a layout (another run, a notebook) gets this one.
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tensor_parallel_size, context_parallel_size=context_parallel_size
+            tensor_model_parallel_size=tensor_parallel_size,
+            context_parallel_size=context_parallel_size,
+            distributed_timeout_minutes=timeout_minutes,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         torch.manual_seed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
         try:
             yield ProcessGroupCollection.use_mpu_process_groups()
         finally:

@@ -215,7 +215,7 @@ def test_altered_checkpoint_is_refused(reference: tuple[Path, dict[str, torch.Te
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 0xFF
     data.write_bytes(content)
-    with pytest.raises(DSparkError, match=r"step-0000005 cannot be read .* step 3 is the newest other one"):
+    with pytest.raises(DSparkError, match=r"step-0000005 cannot be read .* step 3 is the newest whole one"):
         train(tiny_settings(again, steps=6))
 
 

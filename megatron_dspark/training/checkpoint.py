@@ -1,13 +1,14 @@
-"""Sharded checkpoints that appear whole, and the newest one found again.
+"""What a checkpoint holds, the newest one found again, and a damaged one refused.
 
-A run keeps `checkpoints/step-0000040/`: Megatron-Core's `torch_dist` files (parameters, optimizer, scheduler), which
-load at another tensor- or data-parallel size, and `run.json` (settings, model config, progress). A checkpoint is
-written beside its final name and renamed when complete; `latest.json` is replaced after that.
+A run keeps `checkpoints/step-0000040/`: Megatron-Core's `torch_dist` files (parameters, optimizer, scheduler, which
+load at another parallel layout, and what every rank alone has), and `run.json` (settings, model config, progress).
+`saving.py` writes them.
 """
 
+import json
 import os
+import pickle
 import re
-import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,18 @@ from typing import Any
 import torch.distributed
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
+from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_dspark import platform
 from megatron_dspark.errors import DSparkError
-from megatron_dspark.files import read_json, write_json
+from megatron_dspark.files import read_json, sha256
+from megatron_dspark.training.no_code import refuse_code
 
-RUN_FILE, LATEST_FILE = "run.json", "latest.json"
-FORMAT_VERSION = 1
+RUN_FILE, LATEST_FILE, BEST_FILE = "run.json", "latest.json", "best.json"
+FORMAT_VERSION = 2
 _STEP_FOLDER = re.compile(r"step-(\d{7,})")
 
 
@@ -40,55 +46,36 @@ def checkpoints_folder(output: str | Path) -> Path:
     return Path(output) / "checkpoints"
 
 
-def save_checkpoint(
-    output: str | Path, step: int, model: Any, optimizer: Any, scheduler: Any, run: dict[str, Any]
-) -> Path:
-    """Write and publish the checkpoint of `step`; every rank calls it.
+def load_checkpoint(
+    checkpoint: Checkpoint, model: Any, optimizer: Any, scheduler: Any, layout: dict[str, int]
+) -> dict[str, Any] | None:
+    """Load parameters, optimizer and scheduler in place; every rank calls it, in any layout.
 
     Args:
-        output: the run's folder.
-        step: completed optimizer steps.
-        model: the (wrapped) model chunk.
+        checkpoint: where from.
+        model: the model inside its wrappers.
         optimizer: Megatron-Core optimizer.
         scheduler: Megatron-Core parameter scheduler.
-        run: plain values for run.json; "step" and "format" are added.
-    """
-    folder = checkpoints_folder(output)
-    final = folder / f"step-{step:07d}"
-    partial = folder / f".step-{step:07d}.partial"
-    if _is_first_rank():
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    torch.distributed.barrier()
-    # Integrity: SHA-256 of every file is stored and checked again when the checkpoint is read.
-    dist_checkpointing.save(
-        _sharded_state(model, optimizer, scheduler, loading=False),
-        str(partial),
-        async_strategy="mcore",
-        verify_integrity=True,
-    )
-    torch.distributed.barrier()
-    if _is_first_rank():
-        write_json(partial / RUN_FILE, {"format": FORMAT_VERSION, "step": step, **run})
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(partial, final)
-        write_json(folder / LATEST_FILE, {"step": step, "folder": final.name})
-    torch.distributed.barrier()
-    return final
+        layout: how this job is laid out.
 
-
-def load_checkpoint(checkpoint: Checkpoint, model: Any, optimizer: Any, scheduler: Any) -> None:
-    """Load parameters, optimizer and scheduler in place; every rank calls it, at any tensor- or data-parallel size.
+    Returns:
+        What this rank alone had at the save; None in another layout than `layout`, where no rank is its successor.
 
     Raises:
         DSparkError: a file is missing or altered, or the checkpoint holds other tensors than this model.
     """
-    state = _read(checkpoint.folder, _sharded_state(model, optimizer, scheduler, loading=True))
+    _give_state(optimizer)
+    wanted = sharded_state(model, optimizer, scheduler, loading=True)
+    if checkpoint.run["layout"] == layout:
+        wanted["rank"] = _of_this_rank(None)
+    state = _read(checkpoint.folder, wanted)
     model.load_state_dict(state["model"])
     # Before the optimizer's own state, whose FP32 masters hold more digits than the parameters.
     optimizer.reload_model_params()
+    _take_schedule(state["optimizer"], optimizer.param_groups)
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
+    return state.get("rank")
 
 
 def load_draft_weights(checkpoint: Checkpoint, model: Any, optimizer: Any = None) -> None:
@@ -123,22 +110,34 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> Checkpoint | N
     if _STEP_FOLDER.fullmatch(path.name):
         return _open(path)
     folder = path if path.name == "checkpoints" else checkpoints_folder(path)
+    # The pointer before the folders: a job that is running publishes a folder first, then points at it.
+    newest = _pointed_at(folder) if step is None else None
     found = published(folder)
-    if not found:
+    if step is not None and step not in found:
+        there = f"it has {', '.join(map(str, found))}" if found else "it has none at all"
+        raise DSparkError(f"{folder} has no checkpoint of step {step}; {there}")
+    if step is None and newest is None:
+        if not found:
+            return None
+        newest = max(found)
+    wanted = newest if step is None else step
+    if wanted not in found:
+        raise DSparkError(f"the newest checkpoint of {folder} is of step {wanted} and is gone{newest_whole(folder)}")
+    try:
+        return _open(found[wanted])
+    except DSparkError as error:
+        raise DSparkError(f"{error}{newest_whole(folder, found[wanted])}") from None
+
+
+def _pointed_at(folder: Path) -> int | None:
+    path = folder / LATEST_FILE
+    if not path.exists():
         return None
-    if step is not None:
-        if step not in found:
-            raise DSparkError(f"{folder} has no checkpoint of step {step}; it has {', '.join(map(str, found))}")
-        return _open(found[step])
-    newest = max(found)
-    if (folder / LATEST_FILE).exists():
-        newest = read_json(folder / LATEST_FILE, "the pointer to the newest checkpoint")["step"]
-        if newest not in found:
-            raise DSparkError(
-                f"the newest checkpoint of {folder} is of step {newest} and is gone; name step {max(found)}, the "
-                "newest whole one, to go on from there"
-            )
-    return _open(found[newest])
+    try:
+        return read_json(path, "the pointer to the newest checkpoint")["step"]
+    except (DSparkError, KeyError, TypeError) as error:
+        reason = str(error) if isinstance(error, DSparkError) else f"{path} names no step"
+        raise DSparkError(reason + newest_whole(folder)) from None
 
 
 def published(folder: Path) -> dict[int, Path]:
@@ -147,16 +146,73 @@ def published(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(match.group(1)), item) for match, item in matches if match))
 
 
+def newest_whole(folder: Path, but: Path | None = None) -> str:
+    """Return the end of a sentence that names the newest whole checkpoint of a run's `folder`.
+
+    Every file is read again for that, by the first rank alone, which is the one that speaks.
+
+    Args:
+        folder: the run's `checkpoints` folder.
+        but: one that is known to be damaged.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return ""
+    for step, path in reversed(published(folder).items()):
+        if path != but and damage(path) is None:
+            return f"; step {step} is the newest whole one, resume from it with --resume-from {step}"
+    return "; no other one is whole"
+
+
+def damage(folder: Path) -> str | None:
+    """Return what is wrong with a checkpoint, None when every file is as it was written and none would run code."""
+    try:
+        _open(folder)
+        _verify_files(folder)
+        refuse_code(folder)
+    except _UNREADABLE as error:
+        return _reason(error, folder)
+    return None
+
+
+_UNREADABLE = (
+    *(DSparkError, CheckpointingException, CheckpointException, pickle.UnpicklingError),
+    *(OSError, EOFError, RuntimeError, KeyError, ValueError, AttributeError, TypeError, IndexError, AssertionError),
+)
+
+
+def _verify_files(folder: Path) -> None:
+    with open(folder / "integrity.json", encoding="utf-8") as file:
+        listed = json.load(file)["files"]
+    unlisted = {item.name for item in folder.iterdir()} - set(listed) - {"integrity.json", RUN_FILE}
+    if unlisted:
+        raise CheckpointingException(f"{min(unlisted)} is not among the files that were written")
+    for name, expected in listed.items():
+        if not (folder / name).is_file():
+            raise CheckpointingException(f"{name} is missing")
+        if sha256(folder / name) != expected:
+            raise CheckpointingException(f"{name} is not as it was written")
+
+
+def _reason(error: BaseException, folder: Path) -> str:
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].replace(f"{folder}/", "")
+
+
 def _open(folder: Path) -> Checkpoint:
     run = read_json(folder / RUN_FILE, "the checkpoint's run description")
-    if run.get("format") != FORMAT_VERSION:
+    if not isinstance(run, dict) or run.get("format") != FORMAT_VERSION:
+        written = run.get("format") if isinstance(run, dict) else None
         raise DSparkError(
-            f"the checkpoint {folder} has format {run.get('format')!r} and this version reads {FORMAT_VERSION}"
+            f"the checkpoint {folder} has format {written!r} and this version reads {FORMAT_VERSION}; use the version "
+            "that wrote it, or train anew"
         )
     return Checkpoint(folder, run["step"], run)
 
 
-def _sharded_state(model: Any, optimizer: Any, scheduler: Any, loading: bool) -> dict[str, Any]:
+def sharded_state(model: Any, optimizer: Any, scheduler: Any, loading: bool) -> dict[str, Any]:
+    """Return Megatron-Core's sharded state of a run: the same files load in another layout."""
     parameters = model.sharded_state_dict()
     return {
         "model": parameters,
@@ -168,21 +224,65 @@ def _sharded_state(model: Any, optimizer: Any, scheduler: Any, loading: bool) ->
     }
 
 
+def _give_state(optimizer: Any) -> None:
+    """Make a distributed optimizer over PyTorch's Adam ready to be loaded into.
+
+    Megatron-Core 0.19 asks it for its step count before it has made any state, and looks for that count among the
+    loaded tensors, where it is not. With Apex's or Transformer Engine's Adam neither happens.
+    """
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if HAVE_APEX_OR_TE or not isinstance(inner, DistributedOptimizer) or inner.optimizer.state:
+            continue
+        inner._init_optimizer_states_with_dummy_values()
+        set_states = inner._set_main_param_and_optimizer_states
+
+        def set_states_but_step(parameter: Any, tensors: dict[str, Any], set_states: Any = set_states) -> None:
+            set_states(parameter, {"step": None, **tensors})
+
+        inner._set_main_param_and_optimizer_states = set_states_but_step
+
+
+def _take_schedule(state: Any, groups: list[dict[str, Any]]) -> None:
+    """Give saved parameter groups this run's learning rates and decays: Megatron-Core finds a group by them too."""
+    if not isinstance(state, dict):
+        return
+    kind = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+    for saved in state.get("param_groups", []):
+        for group in groups:
+            if all(saved.get(name) == group.get(name) for name in kind):
+                saved.update(
+                    {name: group[name] for name in ("max_lr", "min_lr", "start_wd", "end_wd") if name in group}
+                )
+    for value in state.values():
+        _take_schedule(value, groups)
+
+
+def rank_state(values: dict[str, Any]) -> dict[str, ShardedObject]:
+    """Return the part of a checkpoint that this rank alone has, to be put beside `sharded_state`."""
+    return {"rank": _of_this_rank(values)}
+
+
+def _of_this_rank(values: dict[str, Any] | None) -> ShardedObject:
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    return ShardedObject("rank_state", values, (world,), (rank,))
+
+
 def _read(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    try:
-        with warnings.catch_warnings():
-            # About how Megatron-Core calls PyTorch: its common state is read by every rank on its own, as intended.
-            for sentence in ("torch.distributed is disabled", "The argument order of load has been changed"):
-                warnings.filterwarnings("ignore", message=sentence, module=r"torch\.distributed\.checkpoint")
-            return dist_checkpointing.load(
-                state, str(folder), strict=StrictHandling.RAISE_UNEXPECTED, verify_integrity=True
-            )
-    except (CheckpointingException, OSError, EOFError, RuntimeError, KeyError, ValueError) as error:
-        others = [step for step, path in published(folder.parent).items() if path != folder]
-        hint = f"; step {max(others)} is the newest other one" if others else ""
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DSparkError(f"the checkpoint {folder} cannot be read ({reason}){hint}") from error
-
-
-def _is_first_rank() -> bool:
-    return torch.distributed.get_rank() == 0
+    # One rank reads every byte, and all say the same: a rank that failed alone would leave the others waiting.
+    problem = [damage(folder) if torch.distributed.get_rank() == 0 else None]
+    torch.distributed.broadcast_object_list(problem, device=platform.device())
+    if problem[0] is None:
+        try:
+            with warnings.catch_warnings():
+                # About how Megatron-Core calls PyTorch: its common state is read by every rank on its own, as intended.
+                for sentence in ("torch.distributed is disabled", "The argument order of load has been changed"):
+                    warnings.filterwarnings("ignore", message=sentence, module=r"torch\.distributed\.checkpoint")
+                loaded = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RAISE_UNEXPECTED)
+        except _UNREADABLE as error:
+            problem = [_reason(error, folder)]
+        problems: list[str | None] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(problems, problem[0])
+        problem = [next((problem for problem in problems if problem is not None), None)]
+    if problem[0] is not None:
+        raise DSparkError(f"the checkpoint {folder} cannot be read ({problem[0]}){newest_whole(folder.parent, folder)}")
+    return loaded

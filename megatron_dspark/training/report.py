@@ -1,6 +1,7 @@
 """What a run tells: a line a logging step (or a progress bar in a terminal), a JSONL file, TensorBoard, a plot."""
 
 import json
+import os
 import resource
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ class Reporter:
     """Writes a run's metrics on the first rank; on the others every call does nothing."""
 
     def __init__(self, output: Path, steps: int, done: int, active: bool, tensorboard: bool) -> None:
-        """Open the run's files; `done` optimizer steps are already in them and later lines are dropped.
+        """Open the run's files; `done` optimizer steps are already in them and later lines are dropped, 0 drops all.
 
         Args:
             output: the run's folder.
@@ -61,11 +62,17 @@ class Reporter:
     def _keep_lines_until(self, done: int) -> None:
         if not self.path.exists():
             return
-        # A run that was killed after its last checkpoint logged steps that are about to be run again.
-        lines = [line for line in self.path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-        kept = [line for line in lines if json.loads(line)["step"] <= done]
+        # A run that was killed after its last checkpoint logged steps that are about to be run again; without a
+        # checkpoint that is all of them, the validation before the first step included.
+        text = self.path.read_text(encoding="utf-8", errors="replace") if done else ""
+        kept = [line for line in text.splitlines() if 0 <= _step(line) <= done]
         with atomic_file(self.path) as temporary:
             temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+    def to_disk(self) -> None:
+        """Have the lines so far survive the machine, which a checkpoint of their step relies on."""
+        if self.active:
+            os.fsync(self._file.fileno())
 
     def advance(self, step: int) -> None:
         """Move the progress bar to `step` completed steps."""
@@ -89,6 +96,11 @@ class Reporter:
         else:
             print(line, file=sys.stderr, flush=True)
 
+    def say(self, text: str) -> None:
+        """Print one line."""
+        if self.active:
+            print(text, file=sys.stderr, flush=True) if self._bar is None else self._bar.console.print(text)
+
     def close(self) -> None:
         """Flush and close everything."""
         if not self.active:
@@ -98,6 +110,14 @@ class Reporter:
         if self._board is not None:
             self._board.close()
         self._file.close()
+
+
+def _step(line: str) -> int:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        # The torn end of a file whose writer was killed.
+        return -1
 
 
 def summary_line(

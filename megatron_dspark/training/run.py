@@ -26,25 +26,42 @@ from megatron_dspark.objective.metrics import reduce_report
 from megatron_dspark.parallel import process_groups
 from megatron_dspark.targets.folder import TargetConfig, read_target_config
 from megatron_dspark.training.bigrams import start_from_bigrams
-from megatron_dspark.training.checkpoint import Checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
+from megatron_dspark.training.checkpoint import (
+    Checkpoint,
+    checkpoints_folder,
+    find_checkpoint,
+    load_checkpoint,
+    rank_state,
+    sharded_state,
+)
+from megatron_dspark.training.code_version import code_version
+from megatron_dspark.training.interruption import Interruption
+from megatron_dspark.training.job import lost_ranks, sole_writer
+from megatron_dspark.training.rank_state import rng_state, set_rng_state
 from megatron_dspark.training.report import Reporter, peak_memory_bytes
+from megatron_dspark.training.saving import CheckpointWriter
 from megatron_dspark.training.settings import TrainSettings
 from megatron_dspark.training.setup import build_training, check_resumable, describe_data
 from megatron_dspark.training.step import forward_step_dspark
 from megatron_dspark.training.warm_start import WarmStart, open_warm_start, start_from_draft
+from megatron_dspark.training.window import Window
 
 
 @dataclass(frozen=True)
 class TrainReport:
-    """How a run ended: the last metrics of each split, and where its files are."""
+    """How a run ended: the last metrics of each split, and where its files are.
+
+    `stopped` says what ended it before its last step ("SIGTERM", "SIGUSR1", "time limit"); None when it is complete.
+    """
 
     output: str
-    checkpoint: str
+    checkpoint: str | None
     steps: int
     seconds: float
     first_validation: dict[str, float]
     validation: dict[str, float]
     train: dict[str, float]
+    stopped: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -52,7 +69,8 @@ class TrainReport:
 
     def render(self) -> Table:
         """Return the run's metrics as a table."""
-        table = Table(title=f"Trained {self.steps} steps in {self.seconds:.0f} s: {self.checkpoint}")
+        ended = f"stopped by {self.stopped}: " if self.stopped else ""
+        table = Table(title=f"Trained {self.steps} steps in {self.seconds:.0f} s: {ended}{self.checkpoint}")
         table.add_column("metric")
         columns = {"held-out, start": self.first_validation, "held-out, end": self.validation, "train, end": self.train}
         for name in columns:
@@ -66,22 +84,25 @@ class TrainReport:
 def train(settings: TrainSettings, *, resume: bool = True) -> TrainReport:
     """Run training, from the newest checkpoint of the output folder when it has one.
 
-    Under torchrun every rank calls this; alone it is a job of one rank.
+    Under torchrun every rank calls this; alone it is a job of one rank. SIGTERM, SIGUSR1 and the time limit save and
+    stop it, whichever rank they reach; the report says so.
 
     Args:
         settings: the run.
         resume: go on from the newest checkpoint; False refuses a folder that has one.
 
     Raises:
-        DSparkError: anything that cannot work, before a process group, model or file is made.
+        DSparkError: anything that cannot work, before a process group, model or file is made; later a checkpoint that
+            cannot be written, or (LostRankError) another rank that is gone.
     """
+    interruption = Interruption(settings.time_limit_minutes)
     settings.validate()
     target = read_target_config(settings.target)
     config = settings.model_config(target)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     config.validate(world_size)
     data = describe_data(settings)
-    checkpoint = find_checkpoint(settings.output)
+    checkpoint = find_checkpoint(settings.output, settings.checkpoint.resume_from)
     if checkpoint is not None:
         check_resumable(settings, target, data, checkpoint, resume)
     warm_start = None
@@ -92,8 +113,19 @@ def train(settings: TrainSettings, *, resume: bool = True) -> TrainReport:
     # The sampler's refusals need no process group either.
     parallel = settings.parallel
     _sampler(settings, samples, 0, world_size // (parallel.tensor * parallel.context))
-    with process_groups(parallel.tensor, settings.seed, context_parallel_size=parallel.context) as groups:
-        return _Run(settings, config, target, data, groups, samples, held_out, checkpoint, warm_start).train()
+    with (
+        interruption,
+        process_groups(
+            parallel.tensor,
+            settings.seed,
+            context_parallel_size=parallel.context,
+            timeout_minutes=settings.timeout_minutes,
+        ) as groups,
+        sole_writer(settings, checkpoint),
+        lost_ranks(settings),
+    ):
+        run = _Run(settings, config, target, data, groups, samples, held_out, checkpoint, warm_start)
+        return run.train(interruption)
 
 
 class _Run:
@@ -119,9 +151,15 @@ class _Run:
         if warm_start is not None:
             start_from_draft(self.module.draft, warm_start)
             self.optimizer.reload_model_params()
+        self.window, self.validated_step = Window(), None
+        own = None
         if checkpoint is not None:
-            load_checkpoint(checkpoint, self.module, self.optimizer, self.scheduler)
+            own = load_checkpoint(checkpoint, self.module, self.optimizer, self.scheduler, self.layout)
             self.step, self.metrics = checkpoint.step, checkpoint.run["metrics"]
+            if own is not None:
+                self.window.load_state_dict(own["window"], platform.device())
+            elif groups.dp_cp.rank() == 0 and self.counts:
+                self.window.load_state_dict(checkpoint.run["window"], platform.device())
         rank, size = groups.dp.rank(), groups.dp.size()
         self.sampler = _sampler(settings, samples, rank, size)
         self.held_out = validation_batches(
@@ -132,6 +170,10 @@ class _Run:
             limit = int(settings.feature_memory_gib * 2**30)
             self.memory = FeatureMemory(self.module.target.capture, limit)
         self.forward_backward = get_forward_backward_func()
+        self.writer = CheckpointWriter(settings.output, settings.checkpoint, lambda: self.reporter.to_disk())
+        if checkpoint is not None:
+            # Before the metrics after it are dropped.
+            self.writer.point_at(checkpoint.step)
         self.reporter = Reporter(
             Path(settings.output),
             settings.steps,
@@ -139,6 +181,25 @@ class _Run:
             active=torch.distributed.get_rank() == 0,
             tensorboard=settings.tensorboard,
         )
+        if checkpoint is not None and checkpoint.run["code"] != code_version():
+            self.reporter.say(
+                f"the checkpoint of step {self.step} was written by {checkpoint.run['code']} and this is "
+                f"{code_version()}: the numbers may differ"
+            )
+        if own is not None:
+            # Last: building and loading draw random numbers.
+            set_rng_state(own["rng"])
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """How this job is laid out: in the same layout every rank finds what it alone had."""
+        sizes = {"tensor": self.groups.tp.size(), "context": self.groups.cp.size(), "pipeline": self.groups.pp.size()}
+        return {"world_size": torch.distributed.get_world_size(), **sizes}
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's reports are its own; the other tensor-parallel ranks have the same."""
+        return self.groups.tp.rank() == 0
 
     @property
     def module(self) -> Any:
@@ -148,33 +209,40 @@ class _Run:
             module = module.module
         return module
 
-    def train(self) -> TrainReport:
+    def train(self, interruption: Interruption) -> TrainReport:
+        """Run the steps that are left, until `interruption` says to stop."""
         settings, started = self.settings, time.perf_counter()
-        first_step, window, clock = self.step, _Window(), _Clock()
+        first_step, clock, stopped = self.step, _Clock(), None
         try:
             if self.step == 0:
                 self.metrics["first_validation"] = self.validate()
             clock.restart()
-            while self.step < settings.steps:
-                window.add(*self.optimizer_step())
+            while self.step < settings.steps and stopped is None:
+                self.window.add(*self.optimizer_step())
                 self.step += 1
+                self.writer.poll()
                 self.reporter.advance(self.step)
                 last = self.step == settings.steps
                 if self.step % settings.log_interval == 0 or last or self.step == 1:
                     seconds = clock.lap()
                     left = clock.total / (self.step - first_step) * (settings.steps - self.step)
-                    self.log(window, seconds, left)
-                    window = _Window()
+                    self.log(self.window, seconds, left)
+                    self.window = Window()
                 with clock.paused():
                     if self.step % settings.validation_interval == 0 or last:
                         self.metrics["validation"] = self.validate()
-                    if self.step % settings.save_interval == 0 or last:
+                        self.validated_step = self.step
+                    stopped = None if last else interruption.agreed()
+                    if self.step % settings.save_interval == 0 or last or stopped:
                         self.save()
+            self.writer.finish()
+            saved = self.writer.saved_step
             return TrainReport(
                 output=settings.output,
-                checkpoint=str(find_checkpoint(settings.output).folder),
+                checkpoint=None if saved is None else str(checkpoints_folder(settings.output) / f"step-{saved:07d}"),
                 steps=self.step,
                 seconds=time.perf_counter() - started,
+                stopped=stopped,
                 **self.metrics,
             )
         finally:
@@ -246,25 +314,27 @@ class _Run:
         self.reporter.log("validation", self.step, metrics)
         return metrics
 
-    def log(self, window: "_Window", seconds: float, seconds_left: float) -> None:
+    def log(self, window: Window, seconds: float, seconds_left: float) -> None:
         """Log the steps of a window that took `seconds`."""
         metrics = reduce_report(window.reports, self.groups.dp_cp)
-        counts = torch.tensor([window.tokens, window.places], dtype=torch.float64, device=platform.device())
+        counts = [window.tokens, window.places, window.timed_tokens]
+        counts = torch.tensor(counts, dtype=torch.float64, device=platform.device())
         torch.distributed.all_reduce(counts, group=self.groups.dp)
-        tokens, places = counts.tolist()
+        tokens, places, timed_tokens = counts.tolist()
         metrics.update(
             grad_norm=window.grad_norm,
             learning_rate=self.learning_rate,
-            tokens_per_second=tokens / seconds,
+            tokens_per_second=timed_tokens / seconds,
             padding_share=1 - tokens / places,
-            step_seconds=seconds / window.steps,
+            step_seconds=seconds / window.timed_steps,
             peak_memory_gib=peak_memory_bytes() / 2**30,
         )
         self.metrics["train"] = metrics
         self.reporter.log("train", self.step, metrics, seconds_left)
 
-    def save(self) -> Path:
-        """Publish a checkpoint of the current step."""
+    def save(self) -> None:
+        """Write a checkpoint of the current step, or begin to."""
+        validated = self.validated_step == self.step
         run = {
             "settings": self.settings.as_dict(),
             "model": self.config.as_dict(),
@@ -275,24 +345,15 @@ class _Run:
             },
             "data": self.data,
             "metrics": self.metrics,
+            "tau": self.metrics["validation"].get("tau") if validated else None,
             "progress": {"step": self.step, "consumed_samples": self.step * self.settings.global_batch_size},
+            "window": self.window.total(self.counts, self.groups.cp.size()),
+            "layout": self.layout,
+            "code": code_version(),
         }
-        return save_checkpoint(self.settings.output, self.step, self.module, self.optimizer, self.scheduler, run)
-
-
-class _Window:
-    """What the steps since the last logged one reported."""
-
-    def __init__(self) -> None:
-        self.reports: list[dict[str, torch.Tensor]] = []
-        self.tokens, self.places, self.steps, self.grad_norm = 0, 0, 0, 0.0
-
-    def add(self, reports: list[dict[str, torch.Tensor]], batches: list[MicroBatch], grad_norm: float) -> None:
-        self.reports += reports
-        self.tokens += sum(batch.num_tokens for batch in batches)
-        self.places += sum(batch.input_ids.numel() for batch in batches)
-        self.steps += 1
-        self.grad_norm = grad_norm
+        state = sharded_state(self.module, self.optimizer, self.scheduler, loading=False)
+        own = rank_state({"rng": rng_state(), "window": self.window.state_dict()})
+        self.writer.save(self.step, {**state, **own}, run)
 
 
 class _Clock:

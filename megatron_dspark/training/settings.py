@@ -87,6 +87,22 @@ class ParallelSettings:
 
 
 @dataclass(kw_only=True)
+class CheckpointSettings:
+    """How checkpoints are written, which are kept, and what a resume may do."""
+
+    asynchronous: bool = False
+    """Write in the background while training goes on."""
+    keep_last: int | None = None
+    """Newest checkpoints to keep; None keeps all."""
+    keep_best: int = 0
+    """Checkpoints to keep besides, those of the highest validation tau."""
+    resume_from: int | None = None
+    """Step to resume from instead of the newest; what was logged after it is dropped."""
+    allow: list[str] = field(default_factory=list)
+    """Settings that may differ from the checkpoint's although they change the result."""
+
+
+@dataclass(kw_only=True)
 class TrainSettings:
     """One training run."""
 
@@ -128,11 +144,16 @@ class TrainSettings:
     validation_samples: int = 64
     save_interval: int = 500
     tensorboard: bool = True
+    time_limit_minutes: float | None = None
+    """Save and stop after the first step that ends later than this; leave time for a save before a queue's limit."""
+    timeout_minutes: float = 30.0
+    """Longest wait for another rank before the job ends."""
 
     draft: DraftSettings = field(default_factory=DraftSettings)
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -180,6 +201,7 @@ class TrainSettings:
             raise DSparkError(f"max_length must be at least 2 tokens, and it is {self.max_length}")
         if self.parallel.tensor < 1:
             raise DSparkError(f"parallel.tensor must be at least 1 rank, and it is {self.parallel.tensor}")
+        self._validate_checkpoints()
         if self.feature_memory_gib < 0:
             raise DSparkError(f"feature_memory_gib must not be negative, and it is {self.feature_memory_gib}")
         if self.precision not in PRECISIONS:
@@ -229,6 +251,29 @@ class TrainSettings:
             )
         if optimizer.decay_style not in ("cosine", "linear", "constant"):
             raise DSparkError(f"optimizer.decay_style is {optimizer.decay_style!r}; use cosine, linear or constant")
+
+    def _validate_checkpoints(self) -> None:
+        checkpoint = self.checkpoint
+        if checkpoint.keep_last is not None and checkpoint.keep_last < 1:
+            raise DSparkError(f"checkpoint.keep_last must be at least 1, and it is {checkpoint.keep_last}")
+        if checkpoint.keep_best < 0:
+            raise DSparkError(f"checkpoint.keep_best must not be negative, and it is {checkpoint.keep_best}")
+        if checkpoint.keep_best:
+            if checkpoint.keep_last is None:
+                raise DSparkError(
+                    f"checkpoint.keep_best is {checkpoint.keep_best} and checkpoint.keep_last is not set, which keeps "
+                    "every checkpoint; set checkpoint.keep_last too"
+                )
+            if not self.validation or self.save_interval % self.validation_interval:
+                raise DSparkError(
+                    f"checkpoint.keep_best is {checkpoint.keep_best} and needs a validation at every save: validation "
+                    f"is {self.validation!r}, save_interval {self.save_interval}, validation_interval "
+                    f"{self.validation_interval}; give validation data and make save_interval a multiple"
+                )
+        for name in ("time_limit_minutes", "timeout_minutes"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise DSparkError(f"{name} must be positive, and it is {value}")
 
     def model_config(self, target: TargetConfig) -> DSparkModelConfig:
         """Return the model config of this run against `target`, validated.

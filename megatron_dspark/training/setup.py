@@ -84,10 +84,20 @@ def describe_data(settings: TrainSettings) -> dict[str, Any]:
     return {"file": path.name, "sha256": sha256(path)}
 
 
+# What does not change what is computed, or (layout, kernels) changes its rounding alone.
+_FREE_TO_CHANGE = {"output", "steps", "log_interval", "validation_interval", "validation_samples", "save_interval"}
+_FREE_TO_CHANGE |= {"tensorboard", "validation", "parallel", "micro_batch_size", "recompute", "target", "data"}
+_FREE_TO_CHANGE |= {"block_attention", "checkpoint", "time_limit_minutes", "timeout_minutes"}
+_FREE_TO_CHANGE |= {"objective.chunk_bytes", "objective.kernel", "draft.markov_start", "warm_start"}
+_FREE_TO_CHANGE |= {"anchor_context_parallel", "packing", "packed_length"}
+
+
 def check_resumable(
     settings: TrainSettings, target: TargetConfig, data: dict[str, Any], checkpoint: Checkpoint, resume: bool
 ) -> None:
     """Refuse to go on from `checkpoint` where that would give another result than an uninterrupted run.
+
+    What `settings.checkpoint.allow` names may differ.
 
     Raises:
         DSparkError: names the setting, the target or the data that differs.
@@ -101,36 +111,43 @@ def check_resumable(
             f"{settings.output} is already at step {checkpoint.step} and the run is to end at {settings.steps}; raise "
             "steps or choose another output"
         )
-    if checkpoint.run["target"]["fingerprint"] != target.fingerprint():
+    allowed, now = set(settings.checkpoint.allow), _by_path(settings.as_dict())
+    for name in allowed:
+        if name not in now and name not in settings.as_dict():
+            raise DSparkError(f"allow names {name!r}, which is no setting; see --set for their names")
+    if "target" not in allowed and checkpoint.run["target"]["fingerprint"] != target.fingerprint():
         raise DSparkError(
             f"{settings.output} was trained against the target {checkpoint.run['target']['name']} and {target.folder} "
-            "holds another one; point at the same target, or choose another output"
+            "holds another one; point at the same target, choose another output, or accept the change with "
+            "--allow target"
         )
     saved_data = checkpoint.run["data"]
-    if saved_data["sha256"] != data["sha256"]:
+    if "data" not in allowed and saved_data["sha256"] != data["sha256"]:
         raise DSparkError(
             f"{settings.output} was trained on {saved_data['file']} (SHA-256 {saved_data['sha256'][:12]}…) and "
-            f"{settings.data} is another file ({data['sha256'][:12]}…); restore the data, or choose another output"
+            f"{settings.data} is another file ({data['sha256'][:12]}…); restore the data, choose another output, or "
+            "accept the change with --allow data"
         )
-    saved = checkpoint.run["settings"]
-    # How the objective is computed changes no result beyond rounding.
-    ways = ("chunk_bytes", "kernel")
-    free = {"output", "steps", "log_interval", "validation_interval", "validation_samples", "save_interval"}
-    free |= {"tensorboard", "validation", "parallel", "micro_batch_size", "recompute", "target", "data"}
-    free |= {"block_attention", "anchor_context_parallel", "packing", "packed_length"}
-    before = saved.get("anchor_context_parallel") or saved["parallel"].get("context", 1)
-    if before != settings.anchor_rule.context_parallel_size:
+    saved = _by_path(checkpoint.run["settings"])
+    before = saved.get("anchor_context_parallel") or saved.get("parallel.context", 1)
+    if "anchor_context_parallel" not in allowed and before != settings.anchor_rule.context_parallel_size:
         raise DSparkError(
             f"anchors were drawn for context parallelism of size {before} in the checkpoint of step {checkpoint.step} "
             f"and would now be for {settings.anchor_rule.context_parallel_size}, which would change the result; set "
-            f"anchor_context_parallel to {before}, or choose another output"
+            f"anchor_context_parallel to {before}, choose another output, or accept it with --allow "
+            "anchor_context_parallel"
         )
-    for name, value in settings.as_dict().items():
-        before = saved.get(name)
-        if name == "objective":
-            before, value = ({k: v for k, v in side.items() if k not in ways} for side in (before or {}, value))
-        if name not in free and before != value:
+    for name, value in now.items():
+        free = {name, name.split(".")[0]} & (_FREE_TO_CHANGE | allowed)
+        if not free and saved.get(name) != value:
             raise DSparkError(
-                f"{name} was {before!r} in the checkpoint of step {checkpoint.step} and is now {value!r}, "
-                "which would change the result; restore it, or choose another output"
+                f"{name} was {saved.get(name)!r} in the checkpoint of step {checkpoint.step} and is now {value!r}, "
+                f"which would change the result; restore it, choose another output, or accept it with --allow {name}"
             )
+
+
+def _by_path(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for name, value in settings.items():
+        flat |= _by_path(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat

@@ -1,0 +1,208 @@
+"""What can go wrong with a run's files and ranks: one sentence, the newest whole checkpoint named, nothing lost."""
+
+import errno
+import hashlib
+import io
+import json
+import os
+import pickle
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from megatron_dspark.errors import DSparkError
+from megatron_dspark.training import saving
+from megatron_dspark.training.checkpoint import checkpoints_folder, find_checkpoint, published
+from megatron_dspark.training.lock import folder_lock
+from megatron_dspark.training.run import train
+from tests.distributed import RankPool
+from tests.resume_support import (
+    fork_context,
+    metrics_without_times,
+    rank_that_is_told_to_stop,
+    resume_settings,
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps of one rank with a checkpoint of steps 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("finished")
+    train(resume_settings(folder, steps=6, save_interval=2))
+    return folder
+
+
+def copy_of(finished: Path, folder: Path, **changes: Any) -> Any:
+    shutil.copytree(finished, folder, dirs_exist_ok=True)
+    return resume_settings(folder, **{"steps": 7, "save_interval": 2, **changes})
+
+
+def truncate(folder: Path) -> None:
+    (shard,) = folder.glob("*.distcp")
+    os.truncate(shard, shard.stat().st_size // 2)
+
+
+def alter(name: str, content: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def remove(pattern: str) -> Callable[[Path], None]:
+    return lambda folder: next(folder.glob(pattern)).unlink()
+
+
+DAMAGES = {
+    "truncated shard": (truncate, "__0_0.distcp is not as it was written"),
+    "missing rank file": (remove("*.distcp"), "__0_0.distcp is missing"),
+    "unreadable index": (alter(".metadata", b"\0" * 100), ".metadata is not as it was written"),
+    "unreadable description": (alter("run.json", b'{"format": 2, "st'), "run.json is not valid JSON"),
+    "empty description": (alter("run.json", b""), "run.json is not valid JSON"),
+    "no description": (remove("run.json"), "there is no such file"),
+    "unreadable format": (alter("metadata.json", b"{"), "metadata.json is not as it was written"),
+    "no checksums": (remove("integrity.json"), "integrity.json"),
+    "unreadable checksums": (alter("integrity.json", b"\xff\xfe"), "cannot be read"),
+    "file too many": (alter("common.pt", b"x"), "common.pt is not among the files that were written"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_refused_and_the_newest_whole_checkpoint_named(name: str, finished: Path, tmp_path: Path) -> None:
+    settings = copy_of(finished, tmp_path)
+    damage, sentence = DAMAGES[name]
+    folder = checkpoints_folder(settings.output)
+    damage(folder / "step-0000006")
+    # Step 4 is damaged too, so that 2 is the newest whole one.
+    truncate(folder / "step-0000004")
+    before = metrics_without_times(settings.output)
+    with pytest.raises(DSparkError, match=rf"step-0000006.*{sentence}.*; step 2 is the newest whole one") as refusal:
+        train(settings)
+    assert "\n" not in str(refusal.value)
+    assert metrics_without_times(settings.output) == before
+
+
+def test_an_unreadable_pointer_is_refused(finished: Path, tmp_path: Path) -> None:
+    settings = copy_of(finished, tmp_path)
+    folder = checkpoints_folder(settings.output)
+    for content in (b"", b"[]", b'{"stp": 3}', b"\xff"):
+        (folder / "latest.json").write_bytes(content)
+        with pytest.raises(DSparkError, match=r"latest.json.*; step 6 is the newest whole one, resume from it with"):
+            find_checkpoint(settings.output)
+    shutil.rmtree(folder / "step-0000006")
+    (folder / "latest.json").write_text('{"step": 6}')
+    with pytest.raises(DSparkError, match=r"is of step 6 and is gone; step 4 is the newest whole one"):
+        find_checkpoint(settings.output)
+
+
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("place", ["index", "object"])
+def test_nothing_is_run_that_a_checkpoint_brings_along(place: str, finished: Path, tmp_path: Path) -> None:
+    settings = copy_of(finished, tmp_path)
+    folder, sprung = checkpoints_folder(settings.output) / "step-0000006", tmp_path / "sprung"
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    if place == "index":
+        index.planner_data = Bomb(sprung)
+    else:
+        key = next(key for key in index.storage_data if "common_state" in key.fqn)
+        assert isinstance(index.state_dict_metadata[key.fqn], BytesStorageMetadata)
+        archive = io.BytesIO()
+        torch.save([Bomb(sprung)], archive)
+        (folder / "__0_0.distcp").write_bytes((folder / "__0_0.distcp").read_bytes() + archive.getvalue())
+        index.storage_data[key].length = len(archive.getvalue())
+        index.storage_data[key].offset = (folder / "__0_0.distcp").stat().st_size - len(archive.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    # The one who sends a checkpoint sends its checksums too.
+    listed = json.loads((folder / "integrity.json").read_text())
+    for name in listed["files"]:
+        listed["files"][name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    (folder / "integrity.json").write_text(json.dumps(listed))
+    with pytest.raises(DSparkError, match=r"step-0000006 cannot be read .*mkdir.*step 4 is the newest whole one"):
+        train(settings)
+    assert not sprung.exists()
+
+
+def full_disk(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+def test_a_full_disk_loses_nothing(
+    background: bool, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = copy_of(finished, tmp_path, steps=8, **{"checkpoint.asynchronous": background})
+    # The shards of a rank, and what is written when all have written: the first write then is the pointer to step 6.
+    calls = iter([saving.write_json])
+    when_publishing = lambda *values: next(calls, full_disk)(*values)  # noqa: E731
+    for place, name, fault in (
+        (filesystem_async, "_write_item", full_disk),
+        (saving, "write_json", when_publishing),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, fault)
+            with pytest.raises(DSparkError, match=r"step 8 could not be written.*No space.*step 6 is the newest whole"):
+                train(settings)
+        folder = checkpoints_folder(settings.output)
+        assert list(published(folder)) == [2, 4, 6] and find_checkpoint(settings.output).step == 6
+        assert not list(folder.glob(".step-*"))
+    assert train(settings).steps == 8
+
+
+def rank_with_a_full_disk(rank: int, size: int, settings: dict[str, Any]) -> str:
+    original = filesystem_async._write_item
+    if rank == 1:
+        filesystem_async._write_item = full_disk
+    try:
+        rank_that_is_told_to_stop(rank, size, settings, None)
+    except DSparkError as error:
+        return str(error)
+    finally:
+        filesystem_async._write_item = original
+    return ""
+
+
+def test_a_disk_that_is_full_for_one_rank_stops_all(two_ranks: RankPool, tmp_path: Path) -> None:
+    settings = resume_settings(tmp_path, steps=2, micro_batch_size=2, **{"optimizer.distributed": True})
+    said = two_ranks.run(rank_with_a_full_disk, settings.as_dict())
+    assert all("the checkpoint of step 2 could not be written" in sentence for sentence in said)
+    assert "No space left" in said[0] and "no other one is whole" in said[0]
+    assert find_checkpoint(settings.output) is None
+
+
+def hold(folder: Path, ready: Any) -> None:
+    with folder_lock(folder):
+        # What is forked to write a checkpoint outlives a killed job, and must not hold its lock.
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        ready.set()
+        time.sleep(60)
+
+
+def test_two_jobs_do_not_write_to_one_folder_and_a_dead_one_holds_nothing(finished: Path, tmp_path: Path) -> None:
+    settings = copy_of(finished, tmp_path)
+    context = fork_context()
+    ready = context.Event()
+    holder = context.Process(target=hold, args=(Path(settings.output), ready))
+    holder.start()
+    try:
+        assert ready.wait(120)
+        with pytest.raises(DSparkError, match=rf"is being written by process {holder.pid} on .*; wait for its end"):
+            train(settings)
+    finally:
+        holder.kill()
+        holder.join()
+    assert train(settings).steps == 7
