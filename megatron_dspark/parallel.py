@@ -42,6 +42,7 @@ def process_groups(
         # A process that already had a layout (another run, a notebook) gets this one.
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
+        known = set(_groups())
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor_parallel_size,
             context_parallel_size=context_parallel_size,
@@ -57,3 +58,11 @@ def process_groups(
             parallel_state.destroy_model_parallel()
             if ours:
                 torch.distributed.destroy_process_group()
+            else:
+                # Megatron-Core forgets its groups without ending them, and each keeps threads and connections.
+                for group in [group for group in _groups() if group not in known]:
+                    torch.distributed.destroy_process_group(group)
+
+
+def _groups() -> list[torch.distributed.ProcessGroup]:
+    return list(torch.distributed.distributed_c10d._world.pg_map)
