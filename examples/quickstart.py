@@ -51,6 +51,9 @@ def main(
         Path, typer.Option(help="Folder for everything; an interrupted quickstart goes on in it.")
     ] = Path("quickstart"),
     general: Annotated[bool, typer.Option(help="Verify on general chat too.")] = False,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Run the target once (precompute), then train without it: same numbers.")
+    ] = False,
 ) -> None:
     """Train and verify a DSpark drafter for SmolLM2-135M-Instruct on cooking recipes."""
     started = time.time()
@@ -65,11 +68,17 @@ def main(
         threads=CORES,
     )
     target = data / "target"
-    trained = megatron_dspark(
-        *("train", "--recipe", ROOT / "recipes/smollm2.py:quickstart", "--target", target, "--output", run),
-        *("--data", data / "train.jsonl", "--validation", data / "heldout.jsonl", "--steps", steps),
-        ranks=CORES,
-    )
+    recipe = ROOT / "recipes/smollm2.py:quickstart"
+    source = ["--target", target, "--data", data / "train.jsonl", "--validation", data / "heldout.jsonl"]
+    if offline:
+        source = ["--features", data / "train-features", "--validation-features", data / "heldout-features"]
+        for name in ("train", "heldout"):
+            megatron_dspark(
+                *("precompute", "--recipe", recipe, "--target", target, "--data", data / f"{name}.jsonl"),
+                *("--dtype", "float32", "--output", data / f"{name}-features"),
+                ranks=CORES,
+            )
+    trained = megatron_dspark("train", "--recipe", recipe, *source, "--output", run, "--steps", steps, ranks=CORES)
     if not (draft / "config.json").exists():
         megatron_dspark("export", run, "--output", draft)
     # Side by side, one core each: a verification runs on one thread. One of them may write into the drafter's record.

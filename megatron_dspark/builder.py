@@ -40,6 +40,8 @@ class DSparkModelBuilder(GPTModelBuilder):
     ) -> DSparkModel:
         """Build the draft and, when `target_path` is set, load the frozen target and the draft's replicas from it.
 
+        With `replicas_path` the replicas alone are loaded: features then come with the batches.
+
         Args:
             pg_collection: process groups of this rank.
             pre_process: accepted for the interface; the draft needs no split by pipeline stage.
@@ -56,8 +58,11 @@ class DSparkModelBuilder(GPTModelBuilder):
             target_config = read_target_config(config.target_path)
             check_against_target(config, target_config)
             target = load_target(config.target_path, config.target_layer_ids, config.transformer, pg_collection)
+        elif config.replicas_path is not None:
+            target_config = read_target_config(config.replicas_path, any_architecture=True)
+            check_against_target(config, target_config)
         model = DSparkModel(config, padded_vocab_size(config), pg_collection, target, vp_stage)
-        if config.target_path is not None:
+        if config.target_path is not None or config.replicas_path is not None:
             load_frozen_replicas(model.draft, target_config)
         return model
 

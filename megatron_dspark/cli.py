@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from megatron_dspark.cli_cache import add_commands as add_cache_commands
 from megatron_dspark.errors import DSparkError, LostRankError
 from megatron_dspark.files import json_text
 from megatron_dspark.quiet import quiet_logs
@@ -134,6 +135,10 @@ def train(
     target: Annotated[Path | None, typer.Option(help="Hugging Face folder of the target.")] = None,
     data: Annotated[Path | None, typer.Option(help="JSONL of training conversations.")] = None,
     validation: Annotated[Path | None, typer.Option(help="JSONL of held-out conversations.")] = None,
+    features: Annotated[
+        Path | None, typer.Option(help="Feature cache to train from (see precompute); the target is not loaded.")
+    ] = None,
+    validation_features: Annotated[Path | None, typer.Option(help="Feature cache of held-out conversations.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder of the run; an existing one is resumed.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of the whole run.")] = None,
     setting: Annotated[
@@ -154,6 +159,7 @@ def train(
 
     settings = load_recipe(recipe)
     named = {"target": target, "data": data, "validation": validation, "output": output, "steps": steps}
+    named |= {"features": features, "validation_features": validation_features}
     for name, value in named.items():
         if value is not None:
             setattr(settings, name, value if name == "steps" else str(value))
@@ -315,3 +321,6 @@ def _show(report: Any, as_json: bool) -> None:
         print(json_text(report.as_dict()), file=sys.__stdout__)
     else:
         Console(file=sys.__stdout__).print(report.render())
+
+
+add_cache_commands(app, _show)

@@ -106,6 +106,8 @@ class DSparkModelConfig(GPTModelConfig):
     # ---- target
     target_path: str | None = None
     """Hugging Face folder of the target that runs in the same job; None when features arrive with the batch."""
+    replicas_path: str | None = None
+    """Without `target_path`: folder whose embedding and LM head the draft copies (a feature cache has them)."""
 
     def __setattr__(self, name: str, value: Any, /) -> None:
         # A misspelt setting that is stored and never read would train something else than was asked for.

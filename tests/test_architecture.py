@@ -40,7 +40,7 @@ def test_the_verifier_shares_no_code_with_training() -> None:
         ("blocks", {"model", "objective", "training", "features", "data", "files"}),
         ("objective", {"model", "training", "features", "data", "files", "hf", "serving"}),
         ("data", {"model", "objective", "training", "features", "hf", "serving"}),
-        ("features", {"model", "objective", "training", "data", "hf", "serving"}),
+        ("features", {"model", "objective", "training", "hf", "serving"}),
         ("model", {"training", "data", "files", "hf", "serving"}),
         ("training", {"hf", "serving"}),
         ("targets", {"model", "objective", "training", "features", "data", "hf", "serving"}),

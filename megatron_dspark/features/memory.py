@@ -32,7 +32,8 @@ class FeatureMemory:
             documents: [B, S] document of each row, −1 on padding; None where a row is a sample.
         """
         if documents is None:
-            rows = [[row[:length]] for row, length in zip(input_ids, lengths, strict=True)]
+            # A micro-batch without any sample (ranks that validate fewer than others) has one row of padding.
+            rows = [[row[:length]] for row, length in zip(input_ids, lengths or [input_ids.shape[1]], strict=True)]
         else:
             starts, end = document_starts(documents), documents.shape[1]
             rows = []

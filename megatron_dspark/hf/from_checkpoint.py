@@ -48,7 +48,7 @@ def export_checkpoint(
     if checkpoint is None:
         raise DSparkError(f"{run} holds no checkpoint; train a run there first, or name another folder")
     config = DSparkModelConfig.from_dict(checkpoint.run["model"])
-    config.target_path = None
+    config.target_path = config.replicas_path = None
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     config.transformer.tensor_model_parallel_size, config.transformer.context_parallel_size = ranks, 1
     # The checkpoint fills every parameter: drawing random ones first would cost more than reading it.

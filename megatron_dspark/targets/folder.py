@@ -1,6 +1,5 @@
 """A target's Hugging Face folder: what it is, whether it will do, and its embedding and LM-head rows."""
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.files import read_json
+from megatron_dspark.targets.fingerprint import config_fingerprint, digest_of, weights_fingerprint
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -35,16 +35,33 @@ class TargetConfig:
     tie_word_embeddings: bool
     raw: dict[str, Any]
 
+    weights: str | None = None
+    """Fingerprint of the whole target's weights where the folder holds only some of them (in a feature cache)."""
+
+    known_as: str | None = None
+    """Name of the target where the folder is called otherwise (in a feature cache)."""
+
+    @property
+    def name(self) -> str:
+        """What a person calls the target."""
+        return self.known_as or self.folder.name
+
+    def weights_fingerprint(self) -> str:
+        """SHA-256 over every byte of the weights, whatever file or order they stand in."""
+        return self.weights or weights_fingerprint(self.folder)
+
     def fingerprint(self) -> str:
-        """SHA-256 over the config and every weight file's name and size: enough to notice another target."""
-        digest = hashlib.sha256(repr(sorted(self.raw.items(), key=lambda item: item[0])).encode())
-        for file in sorted(self.folder.glob("*.safetensors")):
-            digest.update(f"{file.name}:{file.stat().st_size}".encode())
-        return digest.hexdigest()
+        """SHA-256 over config and weights: equal for targets that compute the same."""
+        return digest_of([config_fingerprint(self.raw), self.weights_fingerprint()])
 
 
-def read_target_config(folder: str | Path) -> TargetConfig:
+def read_target_config(folder: str | Path, *, any_architecture: bool = False) -> TargetConfig:
     """Read and check a target's folder.
+
+    Args:
+        folder: a Hugging Face folder.
+        any_architecture: also take a decoder that Megatron-Core has no mapping of (its features come from
+            transformers); of a model of several parts, the config of the language model counts.
 
     Raises:
         DSparkError: the folder or its config is missing, its architecture is not a Llama or Qwen3 dense model, or it
@@ -55,12 +72,15 @@ def read_target_config(folder: str | Path) -> TargetConfig:
         raise DSparkError(f"the target folder {folder} does not exist; name a Hugging Face folder on this machine")
     raw = read_json(folder / "config.json", "the target's config")
     architecture = (raw.get("architectures") or ["(none)"])[0]
-    if architecture not in SUPPORTED_ARCHITECTURES:
+    if architecture not in SUPPORTED_ARCHITECTURES and not any_architecture:
         raise DSparkError(
             f"the target at {folder} is a {architecture}; targets can be {' or '.join(SUPPORTED_ARCHITECTURES)}"
         )
     if not list(folder.glob("*.safetensors")):
         raise DSparkError(f"the target folder {folder} holds no *.safetensors file; save its weights as safetensors")
+    whole = raw
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        raw = _language_model_config(folder)
     try:
         heads = raw["num_attention_heads"]
         return TargetConfig(
@@ -77,10 +97,25 @@ def read_target_config(folder: str | Path) -> TargetConfig:
             rope_theta=_rope_theta(raw),
             max_position_embeddings=raw["max_position_embeddings"],
             tie_word_embeddings=raw.get("tie_word_embeddings", False),
-            raw=raw,
+            raw=whole,
         )
     except KeyError as error:
         raise DSparkError(f"the target's config at {folder / 'config.json'} has no {error.args[0]!r}") from None
+
+
+def _language_model_config(folder: Path) -> dict[str, Any]:
+    """The sizes of any decoder, under the names that Llama's config has for them, as transformers knows them."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True).get_text_config()
+    # A draft of a target without rotary positions or RMS norms has these itself, with the usual values.
+    found: dict[str, Any] = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "intermediate_size": 4 * config.hidden_size}
+    names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
+    names += ("intermediate_size", "vocab_size", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings")
+    found.update({name: value for name in names if (value := getattr(config, name, None)) is not None})
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    return {**found, **({"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {})}
 
 
 def _rope_theta(raw: dict[str, Any]) -> float:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from megatron_dspark.config import DSparkModelConfig
 from megatron_dspark.data.chat import ChatSample, load_samples
 from megatron_dspark.data.sampler import Dealer, MicroBatch, Sampler, validation_batches
 from megatron_dspark.errors import DSparkError
+from megatron_dspark.features.cache.feed import FeatureFeed
 from megatron_dspark.features.colocated import TargetFeatures
 from megatron_dspark.features.memory import FeatureMemory
 from megatron_dspark.files import finite
@@ -37,6 +38,7 @@ from megatron_dspark.training.checkpoint import (
 from megatron_dspark.training.code_version import code_version
 from megatron_dspark.training.interruption import Interruption
 from megatron_dspark.training.job import lost_ranks, sole_writer
+from megatron_dspark.training.offline import open_features
 from megatron_dspark.training.rank_state import rng_state, set_rng_state
 from megatron_dspark.training.report import Reporter, peak_memory_bytes
 from megatron_dspark.training.saving import CheckpointWriter
@@ -97,19 +99,25 @@ def train(settings: TrainSettings, *, resume: bool = True) -> TrainReport:
     """
     interruption = Interruption(settings.time_limit_minutes)
     settings.validate()
-    target = read_target_config(settings.target)
+    offline = open_features(settings) if settings.features else None
+    target = offline.target if offline else read_target_config(settings.target)
     config = settings.model_config(target)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     config.validate(world_size)
-    data = describe_data(settings)
+    if offline:
+        offline.check(settings, config)
+    data = offline.describe() if offline else describe_data(settings)
     checkpoint = find_checkpoint(settings.output, settings.checkpoint.resume_from)
     if checkpoint is not None:
         check_resumable(settings, target, data, checkpoint, resume)
     warm_start = None
     if checkpoint is None and settings.warm_start is not None:
         warm_start = open_warm_start(settings.warm_start, config)
-    samples = load_samples(settings.data, target.folder, settings.max_length)
-    held_out = load_samples(settings.validation, target.folder, settings.max_length) if settings.validation else []
+    if offline:
+        samples, held_out = offline.samples, offline.held_out
+    else:
+        samples = load_samples(settings.data, target.folder, settings.max_length)
+        held_out = load_samples(settings.validation, target.folder, settings.max_length) if settings.validation else []
     # The sampler's refusals need no process group either.
     parallel = settings.parallel
     _sampler(settings, samples, 0, world_size // (parallel.tensor * parallel.context))
@@ -124,7 +132,8 @@ def train(settings: TrainSettings, *, resume: bool = True) -> TrainReport:
         sole_writer(settings, checkpoint),
         lost_ranks(settings),
     ):
-        run = _Run(settings, config, target, data, groups, samples, held_out, checkpoint, warm_start)
+        feed = offline.feed(groups.cp.rank(), groups.cp.size()) if offline else None
+        run = _Run(settings, config, target, data, groups, samples, held_out, checkpoint, warm_start, feed)
         return run.train(interruption)
 
 
@@ -136,10 +145,11 @@ class _Run:
         target: TargetConfig,
         data: dict[str, Any],
         groups: ProcessGroupCollection,
-        samples: list[ChatSample],
-        held_out: list[ChatSample],
+        samples: Sequence[ChatSample],
+        held_out: Sequence[ChatSample],
         checkpoint: Checkpoint | None,
         warm_start: WarmStart | None,
+        feed: FeatureFeed | None = None,
     ) -> None:
         self.settings, self.config, self.target, self.data, self.groups = settings, config, target, data, groups
         self.model, self.optimizer, self.scheduler = build_training(settings, config, groups)
@@ -165,8 +175,8 @@ class _Run:
         self.held_out = validation_batches(
             held_out[: settings.validation_samples], self.sampler.dealer, self.sampler.anchors
         )
-        self.memory = None
-        if settings.feature_memory_gib > 0:
+        self.memory, self.feed = None, feed
+        if settings.feature_memory_gib > 0 and feed is None:
             limit = int(settings.feature_memory_gib * 2**30)
             self.memory = FeatureMemory(self.module.target.capture, limit)
         self.forward_backward = get_forward_backward_func()
@@ -247,13 +257,16 @@ class _Run:
             )
         finally:
             self.reporter.close()
+            if self.feed is not None:
+                self.feed.close()
 
     def optimizer_step(self) -> tuple[list[dict[str, torch.Tensor]], list[MicroBatch], float]:
         """Run one optimizer step; return its micro-batch reports, this rank's micro-batches and the gradient norm."""
         batches = list(self.sampler.step_batches(self.step * self.settings.global_batch_size))
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        reports = self._pass(batches, forward_only=False)
+        following = (self.step + 1) * self.settings.global_batch_size if self.step + 1 < self.settings.steps else None
+        reports = self._pass(batches, forward_only=False, following=following)
         self._refuse_non_finite(f"step {self.step + 1}", reports, batches)
         self.learning_rate = max(group["lr"] for group in self.optimizer.param_groups)
         updated, grad_norm, _ = self.optimizer.step()
@@ -265,16 +278,25 @@ class _Run:
         self.scheduler.step(increment=1)
         return reports, batches, float(grad_norm)
 
-    def _pass(self, batches: list[MicroBatch], forward_only: bool) -> list[dict[str, torch.Tensor]]:
+    def _pass(
+        self, batches: list[MicroBatch], forward_only: bool, following: int | None = None
+    ) -> list[dict[str, torch.Tensor]]:
         return self.forward_backward(
             forward_step_func=forward_step_dspark,
-            data_iterator=iter(batches) if self.memory is None else map(self._with_features, batches),
+            data_iterator=self._data(batches, following),
             model=[self.model],
             num_microbatches=len(batches),
             seq_length=self.settings.max_length,
             micro_batch_size=self.settings.micro_batch_size,
             forward_only=forward_only,
         )
+
+    def _data(self, batches: list[MicroBatch], following: int | None) -> Iterator[Any]:
+        """The micro-batches with what is known of their features; `following` is the stream's next position."""
+        if self.feed is not None:
+            upcoming = () if following is None else self.sampler.step_batches(following)
+            return self.feed.over(batches, upcoming, count=self.model.training)
+        return iter(batches) if self.memory is None else map(self._with_features, batches)
 
     def _with_features(self, batch: MicroBatch) -> tuple[MicroBatch, TargetFeatures]:
         return batch, self.memory.features(batch.input_ids.to(platform.device()), batch.lengths, batch.documents)
@@ -329,6 +351,8 @@ class _Run:
             step_seconds=seconds / window.timed_steps,
             peak_memory_gib=peak_memory_bytes() / 2**30,
         )
+        if self.feed is not None:
+            metrics["data_wait_share"] = self.feed.lap() / seconds
         self.metrics["train"] = metrics
         self.reporter.log("train", self.step, metrics, seconds_left)
 
@@ -339,7 +363,7 @@ class _Run:
             "settings": self.settings.as_dict(),
             "model": self.config.as_dict(),
             "target": {
-                "name": self.target.folder.name,
+                "name": self.target.name,
                 "fingerprint": self.target.fingerprint(),
                 "config": self.target.raw,
             },

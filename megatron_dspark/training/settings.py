@@ -136,6 +136,15 @@ class TrainSettings:
     """How the draft attends: "prefix" anywhere, "flex" (FlexAttention) on CUDA, "dense" for comparison."""
     feature_memory_gib: float = 0.0
     """Memory of each rank for captured features, so that later epochs do not run the target again; 0 keeps none."""
+    features: str | None = None
+    """Folder of a feature cache (megatron-dspark precompute): the target is not loaded, `target` and `data` are
+    optional and only compared with the cache."""
+    validation_features: str | None = None
+    """Feature cache of the held-out conversations."""
+    feature_dtype: str | None = None
+    """How the cache must store features, e.g. "bfloat16"; None is that of `precision`, computed in it too."""
+    feature_workers: int = 2
+    """Threads of each rank that read features ahead."""
     recompute: bool = False
     """Recompute the draft's layers in the backward instead of keeping their activations."""
 
@@ -182,7 +191,7 @@ class TrainSettings:
         Raises:
             DSparkError: one sentence.
         """
-        for name in ("target", "data", "output"):
+        for name in ("output",) if self.features else ("target", "data", "output"):
             if not getattr(self, name):
                 raise DSparkError(f"{name} is not set; give it in the recipe or with --{name}")
         for name in (
@@ -194,6 +203,7 @@ class TrainSettings:
             "validation_interval",
             "validation_samples",
             "save_interval",
+            "feature_workers",
         ):
             if getattr(self, name) < 1:
                 raise DSparkError(f"{name} must be at least 1, and it is {getattr(self, name)}")
@@ -204,6 +214,16 @@ class TrainSettings:
         self._validate_checkpoints()
         if self.feature_memory_gib < 0:
             raise DSparkError(f"feature_memory_gib must not be negative, and it is {self.feature_memory_gib}")
+        if self.validation_features and not self.features:
+            raise DSparkError(
+                f"validation_features is {self.validation_features!r} and features is not set; set both, or validation "
+                "alone"
+            )
+        if self.features and self.validation and not self.validation_features:
+            raise DSparkError(
+                f"validation is {self.validation!r} and a run with features has no target to capture its features; "
+                "precompute it too and set validation_features, or unset validation"
+            )
         if self.precision not in PRECISIONS:
             raise DSparkError(f"precision is {self.precision!r} and must be one of {', '.join(PRECISIONS)}")
         if self.draft.markov_start not in ("random", "bigrams"):
@@ -332,7 +352,8 @@ class TrainSettings:
             loss_normalizer=objective.normalizer,
             objective_chunk_bytes=objective.chunk_bytes,
             objective_kernel=objective.kernel,  # type: ignore[arg-type]
-            target_path=str(target.folder),
+            target_path=None if self.features else str(target.folder),
+            replicas_path=str(target.folder) if self.features else None,
         )
         config.validate()
         return config

@@ -90,6 +90,7 @@ _FREE_TO_CHANGE |= {"tensorboard", "validation", "parallel", "micro_batch_size",
 _FREE_TO_CHANGE |= {"block_attention", "checkpoint", "time_limit_minutes", "timeout_minutes"}
 _FREE_TO_CHANGE |= {"objective.chunk_bytes", "objective.kernel", "draft.markov_start", "warm_start"}
 _FREE_TO_CHANGE |= {"anchor_context_parallel", "packing", "packed_length"}
+_FREE_TO_CHANGE |= {"features", "validation_features", "feature_workers"}
 
 
 def check_resumable(

@@ -27,13 +27,13 @@ def open_warm_start(folder: str, config: DSparkModelConfig) -> WarmStart:
 
     Args:
         folder: a draft in any layout that `hf.convert.open_draft` reads.
-        config: the run's model config, with `target_path`.
+        config: the run's model config, with `target_path` or `replicas_path`.
 
     Raises:
         DSparkError: the folder cannot be read; its draft differs from the run's in a setting, which is named; or it
             holds an embedding or LM head that was trained, and the run would freeze the target's.
     """
-    opened = open_draft(folder, config.target_path)
+    opened = open_draft(folder, config.target_path or config.replicas_path)
     try:
         refuse_another_draft(settings_from_model(config), settings_from_config(opened.config))
     except DSparkError as error:
@@ -42,7 +42,9 @@ def open_warm_start(folder: str, config: DSparkModelConfig) -> WarmStart:
     frozen = [name for name in REPLICAS if not trained[name]]
     stored = [name for name in frozen if name not in opened.tensors.from_target]
     if stored:
-        tables = read_frozen_tables(read_target_config(config.target_path))
+        tables = read_frozen_tables(
+            read_target_config(config.target_path or config.replicas_path, any_architecture=True)
+        )
         for name in stored:
             theirs = opened.tensors[name]
             if not torch.equal(tables[name.removesuffix(".weight")].to(theirs.dtype), theirs):
