@@ -70,7 +70,7 @@ def spoiled_run(rank: int, size: int, settings: dict[str, Any], bad_rank: int, b
     "layout", [{"micro_batch_size": 1}, {"micro_batch_size": 1, "parallel.tensor": 2}], ids=["DP2", "TP2"]
 )
 def test_every_rank_stops_with_the_same_sentence(two_ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
-    settings = tiny_settings(tmp_path / "run", validation_samples=0, **layout)
+    settings = tiny_settings(tmp_path / "run", **layout)
     settings.validation = None
     # The second step's second micro-batch of rank 1: rank 0 has seen nothing wrong by then.
     per_step = settings.global_batch_size // settings.micro_batch_size // (1 if "parallel.tensor" in layout else 2)
