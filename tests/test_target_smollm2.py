@@ -48,6 +48,11 @@ def test_weights_and_logits_are_those_of_transformers_own_reading_of_the_gguf(mo
         torch.testing.assert_close(model(ids).logits, reference(ids).logits, rtol=0, atol=1e-4)
 
 
+def test_the_rotary_base_stands_where_every_engine_looks(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 100000.0
+
+
 def test_it_speaks_english(model: LlamaForCausalLM, folder: Path) -> None:
     tokenizer = load_tokenizer(folder)
     prompt = [{"role": "user", "content": "What is the capital of France?"}]

@@ -23,6 +23,13 @@ def main() -> None:
     parser.add_argument("--verified", type=Path, help="output of megatron-dspark verify --json; default: the record")
     arguments = parser.parse_args()
 
+    described = json.loads((arguments.target / "config.json").read_text())
+    if described.get("model_type") == "llama" and "rope_theta" not in described:
+        parser.error(
+            "the target's config.json says its rotary base in rope_parameters alone, and mlx-lm's Llama reads "
+            "rope_theta at top level alone: it would compute another target; write rope_theta there too"
+        )
+
     # As exported: mlx-dspark would quantise the draft to 4 bits. The verifier computes in FP32, so do both models here.
     drafter, config = load_drafter(str(arguments.draft), quantize=False)
     target, tokenizer = load_target(str(arguments.target), require_tap=True)

@@ -174,6 +174,9 @@ def _write_config(folder: Path, fields: dict[str, Any]) -> None:
         **tokens,
     )
     config.save_pretrained(folder)
+    # transformers 5 writes the rotary base into rope_parameters alone; mlx-lm's Llama reads it at top level alone.
+    written = read_json(folder / "config.json", "the target's config")
+    write_json(folder / "config.json", {**written, "rope_theta": float(fields["llama.rope.freq_base"])})
     GenerationConfig(**tokens).save_pretrained(folder)
 
 
