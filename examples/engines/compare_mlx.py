@@ -54,8 +54,8 @@ def main() -> None:
             lookup_drafts=False,  # its n-gram drafts would be counted as the draft's
         )
         tokens = result.token_ids[: arguments.max_new_tokens]
-        # The first token comes from the prompt's pass, before any iteration.
-        committed += len(tokens) - 1
+        # As the verifier counts: what each iteration committed, the last one's tokens beyond the limit included.
+        committed += sum(result.accept_lengths)
         iterations += result.num_rounds
         prompts.append({"id": row.get("id"), "tokens": tokens, "iterations": result.num_rounds})
 
