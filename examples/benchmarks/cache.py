@@ -191,21 +191,22 @@ def training(
     return results
 
 
-def seconds(work: Callable[[], None]) -> float:
-    """Seconds of `work`, once."""
-    started = time.perf_counter()
+def seconds(work: Callable[[], None]) -> tuple[float, float]:
+    """Seconds of `work`, once, and CPU seconds of it (which other work on the machine does not lengthen)."""
+    started, cpu = time.perf_counter(), time.process_time()
     work()
-    return time.perf_counter() - started
+    return time.perf_counter() - started, time.process_time() - cpu
 
 
-def line(name: str, size: int, tokens: int, written: float, read: float) -> dict[str, Any]:
+def line(name: str, size: int, tokens: int, written: tuple[float, float], read: tuple[float, float]) -> dict[str, Any]:
+    """One layout's figures."""
     return {
         "layout": name,
         "bytes_per_token": size / tokens,
-        "tokens_per_second_written": tokens / written,
-        "tokens_per_second_read": tokens / read,
-        "mib_per_second_written": size / written / 2**20,
-        "mib_per_second_read": size / read / 2**20,
+        "tokens_per_second_written": tokens / written[0],
+        "tokens_per_second_read": tokens / read[0],
+        "tokens_per_cpu_second_written": tokens / written[1],
+        "tokens_per_cpu_second_read": tokens / read[1],
     }
 
 

@@ -223,8 +223,16 @@ def _prepare(options: PrecomputeOptions) -> _Job:
 
 
 def _run(job: _Job, writer: CacheWriter, groups: Any, free: int) -> PrecomputeReport:
-    options, rank = job.options, torch.distributed.get_rank()
     waiting = torch.distributed.new_group(backend="gloo", timeout=_PATIENCE)
+    try:
+        return _write(job, writer, groups, waiting, free)
+    finally:
+        # It has threads of its own, which would stay in a process that goes on to train.
+        torch.distributed.destroy_process_group(waiting)
+
+
+def _write(job: _Job, writer: CacheWriter, groups: Any, waiting: Any, free: int) -> PrecomputeReport:
+    options, rank = job.options, torch.distributed.get_rank()
     dtype = getattr(torch, str(options.compute_dtype))
     if options.source == "hf":
         capture, tables = transformers_source(options.target, job.taps, dtype)
