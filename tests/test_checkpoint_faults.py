@@ -6,7 +6,9 @@ import io
 import json
 import os
 import pickle
+import random
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +21,12 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.training import saving
-from megatron_dspark.training.checkpoint import checkpoints_folder, find_checkpoint, published
+from megatron_dspark.training.checkpoint import checkpoints_folder, damage, find_checkpoint, published
 from megatron_dspark.training.lock import folder_lock
 from megatron_dspark.training.run import train
 from tests.distributed import RankPool
 from tests.resume_support import (
+    Job,
     fork_context,
     metrics_without_times,
     rank_that_is_told_to_stop,
@@ -206,3 +209,57 @@ def test_two_jobs_do_not_write_to_one_folder_and_a_dead_one_holds_nothing(finish
         holder.kill()
         holder.join()
     assert train(settings).steps == 7
+
+
+def die_at_5(run: Any, now: int) -> None:
+    if now == 5 and torch.distributed.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def freeze_at_5(run: Any, now: int) -> None:
+    if now == 5 and torch.distributed.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("fault", [die_at_5, freeze_at_5])
+def test_a_lost_rank_ends_the_job_in_time(fault: Any, finished: Path, tmp_path: Path) -> None:
+    settings = resume_settings(tmp_path, steps=6, save_interval=2, micro_batch_size=2, timeout_minutes=0.5)
+    job = Job(settings, ranks=2, hook=fault)
+    job.processes[0].join(240)
+    codes = [process.exitcode for process in job.processes]
+    job.kill()
+    assert codes[0] == 2
+    assert job.said(0).startswith("LostRankError: another rank of the job has ended or did not answer")
+    assert "step 4 is the newest whole one" in job.said(0)
+    if fault is die_at_5:
+        # The same command once more: the metrics of a run that nobody disturbed.
+        assert Job(settings, ranks=2).wait() == [0, 0]
+        ours, theirs = metrics_without_times(settings.output), metrics_without_times(finished / "run")
+        assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+
+
+def test_random_kills_change_nothing(tmp_path: Path) -> None:
+    """Killed at random moments of steps, saves and the start; examples/kill_and_resume.py does it 30 times."""
+    save = {"save_interval": 1, "checkpoint.asynchronous": True, "checkpoint.keep_last": 2}
+    whole, settings = resume_settings(tmp_path / "whole", **save), resume_settings(tmp_path / "killed", **save)
+    assert Job(whole).wait() == [0]
+    draw, newest = random.Random(0), 0
+    for kill in range(4):
+        job = Job(settings)
+        # The second one hits the start.
+        until = time.monotonic() + (draw.uniform(0, 1) if kill == 1 else 240)
+        while job.processes[0].is_alive() and time.monotonic() < until and newest_step(settings.output) == newest:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.5))
+        job.kill()
+        newest = newest_step(settings.output)
+        assert newest == 0 or damage(checkpoints_folder(settings.output) / f"step-{newest:07d}") is None
+    assert newest >= 3
+    assert Job(settings).wait() == [0]
+    assert metrics_without_times(settings.output) == metrics_without_times(whole.output)
+    assert list(published(checkpoints_folder(settings.output))) == [11, 12]
+
+
+def newest_step(output: str) -> int:
+    checkpoint = find_checkpoint(output)
+    return 0 if checkpoint is None else checkpoint.step

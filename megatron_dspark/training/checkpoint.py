@@ -74,6 +74,7 @@ def load_checkpoint(
     optimizer.reload_model_params()
     _take_schedule(state["optimizer"], optimizer.param_groups)
     optimizer.load_state_dict(state["optimizer"])
+    _separate_step_counts(optimizer)
     scheduler.load_state_dict(state["scheduler"])
     return state.get("rank")
 
@@ -230,8 +231,8 @@ def _give_state(optimizer: Any) -> None:
     Megatron-Core 0.19 asks it for its step count before it has made any state, and looks for that count among the
     loaded tensors, where it is not. With Apex's or Transformer Engine's Adam neither happens.
     """
-    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if HAVE_APEX_OR_TE or not isinstance(inner, DistributedOptimizer) or inner.optimizer.state:
+    for inner in _over_torch_adam(optimizer):
+        if inner.optimizer.state:
             continue
         inner._init_optimizer_states_with_dummy_values()
         set_states = inner._set_main_param_and_optimizer_states
@@ -240,6 +241,19 @@ def _give_state(optimizer: Any) -> None:
             set_states(parameter, {"step": None, **tensors})
 
         inner._set_main_param_and_optimizer_states = set_states_but_step
+
+
+def _separate_step_counts(optimizer: Any) -> None:
+    # Megatron-Core hands PyTorch's Adam one tensor as the step count of all parameters, and every step would then
+    # count once for each parameter.
+    for inner in _over_torch_adam(optimizer):
+        for state in inner.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+
+def _over_torch_adam(optimizer: Any) -> list[DistributedOptimizer]:
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [] if HAVE_APEX_OR_TE else [part for part in parts if isinstance(part, DistributedOptimizer)]
 
 
 def _take_schedule(state: Any, groups: list[dict[str, Any]]) -> None:
