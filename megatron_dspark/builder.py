@@ -6,6 +6,12 @@ from megatron_dspark import platform
 
 platform.prepare()
 
+from megatron.core.pipeline_parallel.utils import (  # noqa: E402
+    is_pp_first_stage,
+    is_pp_last_stage,
+    is_vp_first_stage,
+    is_vp_last_stage,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
 from megatron.training.models.gpt import GPTModelBuilder  # noqa: E402
 from megatron.training.vocab_utils import calculate_padded_vocab_size  # noqa: E402
@@ -44,25 +50,38 @@ class DSparkModelBuilder(GPTModelBuilder):
 
         Args:
             pg_collection: process groups of this rank.
-            pre_process: accepted for the interface; the draft needs no split by pipeline stage.
-            post_process: like `pre_process`.
-            vp_stage: virtual pipeline stage, None without.
+            pre_process: whether this is the first pipeline stage; None asks the process groups.
+            post_process: whether this is the last one, which holds the draft; None asks the process groups.
+            vp_stage: virtual pipeline stage, None without; stage 0 is built first.
 
         Raises:
             DSparkError: the config does not fit the target (see `check_against_target`) or itself.
         """
         config = self._model_config
         config.finalize()
+        stages = config.transformer.virtual_pipeline_model_parallel_size
+        if pre_process is None:
+            pre_process = is_vp_first_stage(vp_stage, stages) and is_pp_first_stage(pg_collection.pp)
+        if post_process is None:
+            post_process = is_vp_last_stage(vp_stage, stages) and is_pp_last_stage(pg_collection.pp)
         target = None
         if config.target_path is not None:
             target_config = read_target_config(config.target_path)
             check_against_target(config, target_config)
-            target = load_target(config.target_path, config.target_layer_ids, config.transformer, pg_collection)
+            if not vp_stage:
+                # Megatron-Bridge loads all stages of a rank together.
+                self._targets = load_target(
+                    config.target_path, config.target_layer_ids, config.transformer, pg_collection
+                )
+            target = self._targets[vp_stage or 0]
         elif config.replicas_path is not None:
             target_config = read_target_config(config.replicas_path, any_architecture=True)
             check_against_target(config, target_config)
-        model = DSparkModel(config, padded_vocab_size(config), pg_collection, target, vp_stage)
-        if config.target_path is not None or config.replicas_path is not None:
+        model = DSparkModel(
+            config, padded_vocab_size(config), pg_collection, target, vp_stage, pre_process, post_process
+        )
+        has_replicas = config.target_path is not None or config.replicas_path is not None
+        if has_replicas and model.draft is not None:
             load_frozen_replicas(model.draft, target_config)
         return model
 

@@ -16,6 +16,7 @@ import torch
 from megatron_dspark import platform
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.objective.compiled import check_kernel
+from megatron_dspark.parallel_rules import check_parallelism
 
 platform.prepare()
 
@@ -157,7 +158,13 @@ class DSparkModelConfig(GPTModelConfig):
             DSparkError: see `validate`.
         """
         self.validate()
-        super().finalize()
+        # Stages split the target's layers (see `parallel_rules`); Megatron-Bridge would ask it of the draft's.
+        stages = self.transformer.virtual_pipeline_model_parallel_size
+        self.transformer.virtual_pipeline_model_parallel_size = None
+        try:
+            super().finalize()
+        finally:
+            self.transformer.virtual_pipeline_model_parallel_size = stages
 
     def validate(self, world_size: int | None = None) -> None:
         """Refuse what cannot work, before any process group, model or file is made.
@@ -168,8 +175,9 @@ class DSparkModelConfig(GPTModelConfig):
         Raises:
             DSparkError: one sentence naming the setting, both values and the way out.
         """
-        for rule in (_check_shape, _check_block_and_taps, _check_heads, _check_objective, _check_parallelism):
+        for rule in (_check_shape, _check_block_and_taps, _check_heads, _check_objective, _check_precision):
             rule(self)
+        check_parallelism(self)
         ranks = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         if world_size is not None and world_size % ranks:
             raise DSparkError(
@@ -216,6 +224,12 @@ def draft_transformer_config(**settings: Any) -> TransformerConfig:
         calculate_per_token_loss=True,
         transformer_impl="local",
     )
+    if settings.get("pipeline_model_parallel_size", 1) > 1:
+        # What `features.pipeline` says of the payload; a payload that was sent is needed no more.
+        dtype = settings.get("params_dtype", torch.float32)
+        defaults.update(pipeline_dtype=dtype, variable_seq_lengths=True, deallocate_pipeline_outputs=True)
+        # Megatron-Core checks it for every model of variable length, dense ones included.
+        defaults.update(moe_token_dispatcher_type="alltoall")
     if not platform.has_cuda():
         defaults.update(use_cpu_initialization=True, gradient_accumulation_fusion=False, apply_rope_fusion=False)
     defaults.update(settings)
@@ -353,31 +367,6 @@ def _check_objective(config: DSparkModelConfig) -> None:
     check_kernel(config.objective_kernel, platform.has_cuda())
 
 
-def _check_parallelism(config: DSparkModelConfig) -> None:
-    transformer, size = config.transformer, config.transformer.tensor_model_parallel_size
-    for name, value in (
-        ("num_attention_heads", transformer.num_attention_heads),
-        ("num_query_groups", config.num_key_value_heads),
-        ("ffn_hidden_size", transformer.ffn_hidden_size),
-        ("hidden_size", transformer.hidden_size),
-    ):
-        if value % size:
-            raise DSparkError(
-                f"tensor_model_parallel_size {size} does not divide the draft's {name} {value}; choose a size that does"
-            )
-    unsupported = {
-        "pipeline_model_parallel_size": 1,
-        "expert_model_parallel_size": 1,
-        "sequence_parallel": False,
-        "virtual_pipeline_model_parallel_size": None,
-        "fp8": None,
-        "fp4": None,
-        "multi_latent_attention": False,
-    }
-    for name, value in unsupported.items():
-        if getattr(transformer, name) != value:
-            raise DSparkError(
-                f"{name}={getattr(transformer, name)!r} is not supported for the draft yet; set it to {value!r}"
-            )
-    if transformer.fp16 and transformer.bf16:
+def _check_precision(config: DSparkModelConfig) -> None:
+    if config.transformer.fp16 and config.transformer.bf16:
         raise DSparkError("fp16 and bf16 are both set; choose one")

@@ -21,7 +21,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: 
 
 @contextlib.contextmanager
 def process_groups(
-    tensor_parallel_size: int, seed: int, *, context_parallel_size: int = 1, timeout_minutes: float = 30.0
+    tensor_parallel_size: int,
+    seed: int,
+    *,
+    context_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    virtual_pipeline_parallel_size: int | None = None,
+    timeout_minutes: float = 30.0,
 ) -> Iterator[ProcessGroupCollection]:
     """Start torch.distributed (torchrun's ranks, or one) and Megatron-Core's groups; end them afterwards.
 
@@ -47,6 +53,8 @@ def process_groups(
             tensor_model_parallel_size=tensor_parallel_size,
             context_parallel_size=context_parallel_size,
             distributed_timeout_minutes=timeout_minutes,
+            pipeline_model_parallel_size=pipeline_parallel_size,
+            virtual_pipeline_model_parallel_size=virtual_pipeline_parallel_size,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         torch.manual_seed(seed)

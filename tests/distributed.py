@@ -1,6 +1,7 @@
 """Process groups of 2 or 4 ranks for tests: started once, used by many cases.
 
-Nearly all of the cost of a distributed test is imports, so a pool keeps its ranks alive between cases.
+Nearly all of the cost of a distributed test is imports, so a pool keeps its ranks alive between cases, and all ranks
+of all pools are forked from one process that has imported the library once.
 """
 
 import os
@@ -10,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.multiprocessing as multiprocessing
+
+PRELOADED = ["megatron_dspark.training.run", "megatron_dspark.hf.from_checkpoint", "transformers"]
 
 
 def _serve(rank: int, world_size: int, store: str, pipe: Any) -> None:
@@ -39,7 +42,8 @@ class RankPool:
         self._processes: list[Any] = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         store = os.path.join(tempfile.mkdtemp(prefix="dspark-ranks-"), "store")
         self._pipes, self._processes = [], []
         for rank in range(self.world_size):

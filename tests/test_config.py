@@ -76,8 +76,6 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"transformer": {"num_moe_experts": 4}}, "needs num_moe_experts=None"),
     ({"transformer": {"activation_func": torch.nn.functional.gelu}}, "uses SiLU"),
     ({"transformer": {"tensor_model_parallel_size": 4}}, "4 does not divide the draft's num_query_groups 2"),
-    ({"transformer": {"pipeline_model_parallel_size": 2}}, "pipeline_model_parallel_size=2 is not supported"),
-    ({"transformer": {"sequence_parallel": True}}, "sequence_parallel=True is not supported"),
 ]
 
 

@@ -63,6 +63,7 @@ def sharded_loss(
         (9, 40, 1e30, 1, False),  # one row a chunk: as many exchanges in flight as there are rows
         (9, 40, float("nan"), 2500, True),  # a few rows a chunk
         (9, 64, float("nan"), 2500, False),  # of four ranks the third holds 5 rows, the last padding only
+        (9, 64, float("nan"), 2500, True),
         (0, 40, float("nan"), None, False),  # no rows at all
     ],
 )

@@ -169,7 +169,7 @@ def megatron_logits(rank: int, world_size: int, ids: list[int]) -> Any:
 
     groups = process_groups(tensor_parallel_size=world_size)
     transformer = tiny_config(tensor_parallel_size=world_size, dtype=torch.float32).transformer
-    target = load_target(MODEL, [1, 2, 3, 4, 5], transformer, groups)
+    (target,) = load_target(MODEL, [1, 2, 3, 4, 5], transformer, groups)
     tokens = torch.tensor([ids])
     with torch.no_grad():
         logits = target.model(tokens, torch.arange(len(ids))[None], None)

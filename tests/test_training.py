@@ -147,7 +147,7 @@ def test_the_first_step_from_loaded_weights_keeps_them(
     settings = tiny_settings(tmp_path / "run", precision="bf16", seed=7)
     config = settings.model_config(read_target_config(settings.target))
     with process_groups(1, seed=7) as groups:
-        model, optimizer, _ = build_training(settings, config, groups)
+        (model,), optimizer, _ = build_training(settings, config, groups)
         module = unwrap_model(model)
         if source == "checkpoint":
             load_draft_weights(find_checkpoint(reference[0]), module, optimizer)

@@ -76,9 +76,11 @@ OBJECTIVES: dict[str, Callable[..., VocabTerms]] = {"fused": vocab_parallel_ce_l
 class Step:
     """A model with its optimizer, and one batch."""
 
-    def __init__(self, settings: TrainSettings, batch: MicroBatch, built: tuple[Any, Any, Any], groups: Any) -> None:
+    def __init__(
+        self, settings: TrainSettings, batch: MicroBatch, built: tuple[list[Any], Any, Any], groups: Any
+    ) -> None:
         self.batch, self.groups, self.size = batch, groups, settings.global_batch_size
-        self.model, self.optimizer, _ = built
+        (self.model,), self.optimizer, _ = built
         self.module = self.model
         while hasattr(self.module, "module"):
             self.module = self.module.module

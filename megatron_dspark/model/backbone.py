@@ -32,7 +32,7 @@ def draft_layer_spec(config: TransformerConfig) -> ModuleSpec:
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=DraftRMSNorm,
+            input_layernorm=partial(DraftRMSNorm, split_rows=True),
             self_attention=ModuleSpec(
                 module=DraftAttention,
                 submodules=DraftAttentionSubmodules(
@@ -45,7 +45,7 @@ def draft_layer_spec(config: TransformerConfig) -> ModuleSpec:
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=DraftRMSNorm,
+            pre_mlp_layernorm=partial(DraftRMSNorm, split_rows=True),
             mlp=partial(MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
             mlp_bda=get_bias_dropout_add,
         ),

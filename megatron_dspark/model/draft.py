@@ -1,5 +1,6 @@
 """The DSpark draft: taps to context, blocks through the backbone, heads, supervised rows."""
 
+import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -7,12 +8,13 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
 
-from megatron_dspark.blocks import BlockLayout, count_samples, lay_out_blocks, visible_rows
+from megatron_dspark.blocks import NO_ANCHOR, BlockLayout, count_samples, lay_out_blocks, visible_rows
 from megatron_dspark.config import DSparkModelConfig
 from megatron_dspark.context_shards import ContextShard, shard_context
 from megatron_dspark.errors import DSparkError
@@ -40,15 +42,20 @@ class DSparkDraft(MegatronModule):
         self.pg_collection = pg_collection
 
         def table() -> VocabParallelTable:
-            return VocabParallelTable(padded_vocab_size, transformer.hidden_size, transformer, pg_collection)
+            return VocabParallelTable(
+                padded_vocab_size, transformer.hidden_size, config.vocab_size, transformer, pg_collection
+            )
 
         self.embed_tokens = table()
         self.embed_tokens.weight.requires_grad_(config.train_embeddings)
+        # fc reads whole rows and gives whole rows, under sequence parallelism too.
+        whole_rows = copy.copy(transformer)
+        whole_rows.sequence_parallel = False
         self.fc = build_module(
             linear_backend(transformer).column_parallel_linear(),
             config.tap_width,
             transformer.hidden_size,
-            config=transformer,
+            config=whole_rows,
             init_method=transformer.init_method,
             bias=False,
             gather_output=True,
@@ -76,7 +83,7 @@ class DSparkDraft(MegatronModule):
             self.teacher_lm_head = table()
             self.teacher_lm_head.weight.requires_grad_(False)
         self.markov_head = MARKOV_HEADS[config.markov_head_type](
-            transformer, padded_vocab_size, config.markov_rank, pg_collection
+            transformer, padded_vocab_size, config.vocab_size, config.markov_rank, pg_collection
         )
         self.confidence_head = (
             ConfidenceHead(transformer, config.confidence_width) if config.enable_confidence_head else None
@@ -121,6 +128,9 @@ class DSparkDraft(MegatronModule):
             documents = torch.zeros_like(input_ids) if documents is None else documents
             shard = shard_context(documents, self.pg_collection.cp.size(), self.pg_collection.cp.rank())
             anchors = shard.own_anchors(anchors)
+        if self.config.sequence_parallel:
+            # Sequence-parallel ranks hold equally many slots.
+            anchors = pad_to_multiple(anchors, self.config.tensor_model_parallel_size, dim=1, value=NO_ANCHOR)
         layout = lay_out_blocks(
             input_ids,
             loss_mask,
@@ -182,9 +192,12 @@ class DSparkDraft(MegatronModule):
         # Rows at or after the last anchor are context of no block. Rows that no block sees are cleared, so that
         # whatever stands there (even NaN) stays away from the keys: a masked NaN still spoils a product.
         length = max(int(layout.anchors.max()), 1)
-        row_positions = torch.arange(length, device=taps.device).expand(batch, -1)
+        # Sequence-parallel ranks hold equally many rows: a few that no block sees fill up the last one's.
+        ranks = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        held = length + -length % ranks
+        row_positions = torch.arange(held, device=taps.device).expand(batch, -1)
         if positions is not None:
-            row_positions = positions[:, :length]
+            row_positions = pad_to_multiple(positions, ranks, dim=1, value=0)[:, :held]
         if seen is None:
             seen = visible_rows(layout.padded_anchors, length, documents)
         if shard is None:
@@ -194,19 +207,37 @@ class DSparkDraft(MegatronModule):
             own = self.context_features(torch.where(shard.select(seen).t()[..., None], taps, 0))
             context = shard.gather(own, self.pg_collection.cp)[:length]
 
+        context = pad_to_multiple(context, ranks, dim=0, value=0)
+        if documents is not None:
+            documents = pad_to_multiple(documents, ranks, dim=1, value=-1)
+
         embedded = self.embed_tokens(layout.input_ids.view(batch, blocks * size)).transpose(0, 1).contiguous()
 
         def rotation(rows: Tensor) -> tuple[Tensor, Tensor]:
             return rotary_tables(rows, self.config.kv_channels, self.dspark_config.rotary_base, embedded.dtype)
 
         inputs = DraftAttentionInputs(
-            context=context,
-            attend=block_attention(self.dspark_config.block_attention, layout, length, documents),
+            context=self._split_rows(context),
+            attend=block_attention(self.dspark_config.block_attention, layout, held, documents),
             block_rotation=rotation(layout.positions.view(batch, blocks * size)),
             context_rotation=rotation(row_positions),
         )
-        hidden = self._run_layers(embedded, inputs)
-        return self.norm(hidden).transpose(0, 1).unflatten(1, (blocks, size))
+        hidden = self._run_layers(self._split_rows(embedded), inputs)
+        return self.norm(self._whole_rows(hidden)).transpose(0, 1).unflatten(1, (blocks, size))
+
+    def _split_rows(self, rows: Tensor) -> Tensor:
+        """Return this rank's share of `rows` under sequence parallelism; every rank's gradient of it is the whole's."""
+        if not self.config.sequence_parallel:
+            return rows
+        return scatter_to_sequence_parallel_region(rows, group=self.pg_collection.tp)
+
+    def _whole_rows(self, rows: Tensor) -> Tensor:
+        """Undo `_split_rows`. What follows runs alike on every rank, so the gradient that comes back is split."""
+        if not self.config.sequence_parallel:
+            return rows
+        return gather_from_sequence_parallel_region(
+            rows, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+        )
 
     def _run_layers(self, hidden: Tensor, inputs: DraftAttentionInputs) -> Tensor:
         for layer in self.layers:
@@ -272,6 +303,16 @@ def _with_local_teacher(layout: BlockLayout, shard: ContextShard) -> BlockLayout
             f"for context parallelism of size {shard.size} (anchor_context_parallel)"
         )
     return replace(layout, label_rows=shard.local.gather(1, rows).view_as(layout.label_rows))
+
+
+def pad_to_multiple(values: Tensor, size: int, dim: int, value: int) -> Tensor:
+    """Return `values` with `value` appended along `dim` up to a multiple of `size`; itself when nothing is missing."""
+    missing = -values.shape[dim] % size
+    if not missing:
+        return values
+    shape = list(values.shape)
+    shape[dim] = missing
+    return torch.cat([values, values.new_full(shape, value)], dim=dim)
 
 
 def _recomputed_layer(layer: Any, inputs: DraftAttentionInputs, hidden: Tensor, context: Tensor) -> Tensor:

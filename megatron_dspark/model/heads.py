@@ -15,8 +15,16 @@ from torch import Tensor
 class VocabParallelTable(VocabParallelEmbedding):
     """A [vocabulary, width] matrix sharded by vocabulary, used as an embedding or as an output head by its weight."""
 
-    def __init__(self, rows: int, width: int, config: TransformerConfig, pg_collection: ProcessGroupCollection) -> None:
-        super().__init__(rows, width, init_method=config.init_method, config=config, tp_group=pg_collection.tp)
+    def __init__(
+        self, rows: int, width: int, vocab_size: int, config: TransformerConfig, pg_collection: ProcessGroupCollection
+    ) -> None:
+        def initialise(weight: Tensor) -> None:
+            # Initialised on the CPU, `weight` is the whole table: how many rows of padding a layout adds must not
+            # change what is drawn next. A GPU hands over its own rows, drawn from its own generator.
+            config.init_method(weight[:vocab_size])
+            weight[vocab_size:].zero_()
+
+        super().__init__(rows, width, init_method=initialise, config=config, tp_group=pg_collection.tp)
 
 
 class MarkovHead(MegatronModule):
@@ -26,12 +34,17 @@ class MarkovHead(MegatronModule):
     """
 
     def __init__(
-        self, config: TransformerConfig, padded_vocab_size: int, rank: int, pg_collection: ProcessGroupCollection
+        self,
+        config: TransformerConfig,
+        padded_vocab_size: int,
+        vocab_size: int,
+        rank: int,
+        pg_collection: ProcessGroupCollection,
     ) -> None:
         super().__init__(config)
         self.rank = rank
-        self.markov_w1 = VocabParallelTable(padded_vocab_size, rank, config, pg_collection)
-        self.markov_w2 = VocabParallelTable(padded_vocab_size, rank, config, pg_collection)
+        self.markov_w1 = VocabParallelTable(padded_vocab_size, rank, vocab_size, config, pg_collection)
+        self.markov_w2 = VocabParallelTable(padded_vocab_size, rank, vocab_size, config, pg_collection)
 
     def embed(self, previous_ids: Tensor) -> Tensor:
         """Return e = W1[previous_ids], [N, γ, r], for `previous_ids` [N, γ]."""
@@ -46,9 +59,14 @@ class GatedMarkovHead(MarkovHead):
     """Gated Markov head: latent = σ(W_g [h; e] + b) ⊙ e."""
 
     def __init__(
-        self, config: TransformerConfig, padded_vocab_size: int, rank: int, pg_collection: ProcessGroupCollection
+        self,
+        config: TransformerConfig,
+        padded_vocab_size: int,
+        vocab_size: int,
+        rank: int,
+        pg_collection: ProcessGroupCollection,
     ) -> None:
-        super().__init__(config, padded_vocab_size, rank, pg_collection)
+        super().__init__(config, padded_vocab_size, vocab_size, rank, pg_collection)
         self.gate_proj = replicated_linear(config.hidden_size + rank, rank, config)
 
     def latent(self, hidden: Tensor, embedding: Tensor) -> Tensor:
@@ -60,9 +78,14 @@ class RecurrentHead(MarkovHead):
     """RNN head: (g, c, o) = W_j [s; e; h] + b, s' = σ(g) ⊙ s + (1 − σ(g)) ⊙ tanh(c), latent = tanh(o), s_0 = 0."""
 
     def __init__(
-        self, config: TransformerConfig, padded_vocab_size: int, rank: int, pg_collection: ProcessGroupCollection
+        self,
+        config: TransformerConfig,
+        padded_vocab_size: int,
+        vocab_size: int,
+        rank: int,
+        pg_collection: ProcessGroupCollection,
     ) -> None:
-        super().__init__(config, padded_vocab_size, rank, pg_collection)
+        super().__init__(config, padded_vocab_size, vocab_size, rank, pg_collection)
         self.joint_proj = replicated_linear(2 * rank + config.hidden_size, 3 * rank, config)
 
     def latent(self, hidden: Tensor, embedding: Tensor) -> Tensor:

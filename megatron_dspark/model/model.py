@@ -2,27 +2,26 @@
 
 from typing import Any
 
-import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_dspark.blocks import document_positions
 from megatron_dspark.config import DSparkModelConfig
+from megatron_dspark.errors import DSparkError
 from megatron_dspark.features.colocated import FrozenTarget
 from megatron_dspark.model.draft import DSparkDraft
 from megatron_dspark.objective.loss import ObjectiveConfig, dspark_loss
 
 
 class DSparkModel(MegatronModule):
-    """A draft and, when features are captured in the same job, its frozen target.
+    """One pipeline stage: the frozen target's layers of that stage, and on the last stage the draft.
 
-    Only the draft is in checkpoints: the target's weights never change and are loaded from its own folder.
+    Only the draft is in checkpoints: the target's weights never change and are loaded from its own folder. Stages
+    without the draft hold no parameter of it.
     """
 
-    # Megatron-Core's gradient finalisation and Megatron-Bridge's loop ask every language model for these.
-    pre_process = True
-    post_process = True
+    # Megatron-Core's gradient finalisation asks every language model for it.
     share_embeddings_and_output_weights = False
 
     def __init__(
@@ -32,13 +31,19 @@ class DSparkModel(MegatronModule):
         pg_collection: ProcessGroupCollection,
         target: FrozenTarget | None = None,
         vp_stage: int | None = None,
+        pre_process: bool = True,
+        post_process: bool = True,
     ) -> None:
+        """Args: `target` is None when features come with the batch; `pre_process` and `post_process` as in GPTModel."""
         super().__init__(config.transformer)
         self.dspark_config = config
         self.pg_collection = pg_collection
         self.vp_stage = vp_stage
+        self.pre_process, self.post_process = pre_process, post_process
         self.target = target
-        self.draft = DSparkDraft(config, padded_vocab_size, pg_collection)
+        self.draft = DSparkDraft(config, padded_vocab_size, pg_collection) if post_process else None
+        self.forward_pipeline = False
+        self._received: Tensor | None = None
         self.objective_config = ObjectiveConfig(
             ce_weight=config.ce_loss_weight,
             l1_weight=config.l1_loss_weight,
@@ -58,8 +63,10 @@ class DSparkModel(MegatronModule):
         final_hidden: Tensor | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    ) -> Tensor | tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Capture features if they did not come with the batch, run the draft, return Megatron-Core's loss triple.
+
+        A stage without the draft runs the target's layers alone and returns the payload of `features.pipeline`.
 
         Args:
             input_ids: [B, S].
@@ -76,7 +83,10 @@ class DSparkModel(MegatronModule):
         if positions is None and documents is not None:
             positions = document_positions(documents)
         if taps is None:
-            features = self.target.capture(input_ids, positions, documents)
+            received, self._received = self._received, None
+            features = self.target.run_stage(input_ids, positions, documents, received)
+            if isinstance(features, Tensor):
+                return features
             taps, final_hidden = features.taps, features.final_hidden
         rows = self.draft(input_ids, loss_mask, anchors, taps, final_hidden, positions, documents)
         return dspark_loss(
@@ -98,20 +108,29 @@ class DSparkModel(MegatronModule):
         return self
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Take the previous pipeline stage's output: there is none, the schedules call it all the same."""
-        tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
-        if isinstance(tensor, torch.Tensor):
-            raise RuntimeError("the draft runs on a single pipeline stage and was handed another stage's output")
+        """Take the previous pipeline stage's payload; the schedules call it on the first stage too, with None.
+
+        Raises:
+            DSparkError: the schedule's communicator would wait for gradients, which a frozen target does not send.
+        """
+        self._received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+        if not (self.pre_process and self.post_process) and not self.forward_pipeline:
+            raise DSparkError(
+                "pipeline stages of a frozen target send nothing backwards, and this schedule would wait for it; give "
+                "it the communicator of megatron_dspark.training.setup.forward_communicator"
+            )
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Return the draft's sharded state alone."""
-        return self.draft.sharded_state_dict(f"{prefix}draft.", sharded_offsets, metadata)
+        """Return the draft's sharded state alone, nothing on a stage without it."""
+        return {} if self.draft is None else self.draft.sharded_state_dict(f"{prefix}draft.", sharded_offsets, metadata)
 
     def state_dict(self, *args: Any, prefix: str = "", **keywords: Any) -> dict:
         """Return the draft's state alone, so that plain and sharded states name the same tensors."""
-        return self.draft.state_dict(*args, prefix=f"{prefix}draft.", **keywords)
+        return {} if self.draft is None else self.draft.state_dict(*args, prefix=f"{prefix}draft.", **keywords)
 
     def load_state_dict(self, state_dict: dict, strict: bool = True, assign: bool = False) -> Any:
         """Load the draft's state; the target is not part of it."""
+        if self.draft is None:
+            return None
         own = {name.removeprefix("draft."): value for name, value in state_dict.items()}
         return self.draft.load_state_dict(own, strict=strict, assign=assign)

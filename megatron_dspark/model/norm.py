@@ -12,10 +12,15 @@ class DraftRMSNorm(torch.nn.Module):
     readers do.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, split_rows: bool = False
+    ) -> None:
+        """Args: as named; `split_rows` where sequence-parallel ranks apply the norm to different rows."""
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Megatron-Core's `finalize_model_grads` then adds up the ranks' gradients.
+        self.weight.sequence_parallel = split_rows and config.sequence_parallel
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Normalise `hidden` [..., hidden_size]; the result has its shape and type."""

@@ -58,7 +58,7 @@ class Chunk:
         hidden, teacher_hidden = run.hidden[self.rows], run.teacher_hidden[self.rows]
         stackable = run.teacher_head is run.lm_head and run.on_cpu
         if stackable and not (hidden == teacher_hidden).all(-1).any():
-            product(torch.cat([hidden, teacher_hidden]), run.lm_head.t(), self.both.view(-1, run.width))
+            product(torch.cat([hidden, teacher_hidden]), run.lm_head.t(), self.both.flatten(0, 1))
         else:
             product(hidden, run.lm_head.t(), self.draft)
             product(teacher_hidden, run.teacher_head.t(), self.teacher)

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
+from megatron.core.pipeline_parallel.utils import get_pp_last_rank
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dspark import platform
@@ -53,7 +55,7 @@ def load_checkpoint(
 
     Args:
         checkpoint: where from.
-        model: the model inside its wrappers.
+        model: the model inside its wrappers; None on pipeline stages without the draft.
         optimizer: Megatron-Core optimizer.
         scheduler: Megatron-Core parameter scheduler.
         layout: how this job is laid out.
@@ -64,17 +66,19 @@ def load_checkpoint(
     Raises:
         DSparkError: a file is missing or altered, or the checkpoint holds other tensors than this model.
     """
-    _give_state(optimizer)
+    if model is not None:
+        _give_state(optimizer)
     wanted = sharded_state(model, optimizer, scheduler, loading=True)
     if checkpoint.run["layout"] == layout:
         wanted["rank"] = _of_this_rank(None)
     state = _read(checkpoint.folder, wanted)
-    model.load_state_dict(state["model"])
-    # Before the optimizer's own state, whose FP32 masters hold more digits than the parameters.
-    optimizer.reload_model_params()
-    _take_schedule(state["optimizer"], optimizer.param_groups)
-    optimizer.load_state_dict(state["optimizer"])
-    _separate_step_counts(optimizer)
+    if model is not None:
+        model.load_state_dict(state["model"])
+        # Before the optimizer's own state, whose FP32 masters hold more digits than the parameters.
+        optimizer.reload_model_params()
+        _take_schedule(state["optimizer"], optimizer.param_groups)
+        optimizer.load_state_dict(state["optimizer"])
+        _separate_step_counts(optimizer)
     scheduler.load_state_dict(state["scheduler"])
     return state.get("rank")
 
@@ -212,17 +216,28 @@ def _open(folder: Path) -> Checkpoint:
     return Checkpoint(folder, run["step"], run)
 
 
-def sharded_state(model: Any, optimizer: Any, scheduler: Any, loading: bool) -> dict[str, Any]:
-    """Return Megatron-Core's sharded state of a run: the same files load in another layout."""
-    parameters = model.sharded_state_dict()
-    return {
-        "model": parameters,
+def sharded_state(model: Any | None, optimizer: Any, scheduler: Any, loading: bool) -> dict[str, Any]:
+    """Return Megatron-Core's sharded state of a run: the same files load in another layout.
+
+    `model` is None on pipeline stages without the draft, which have no optimizer state either.
+    """
+    state: dict[str, Any] = {"model": {}, "optimizer": {}, "scheduler": scheduler.state_dict()}
+    if model is not None:
+        state["model"] = model.sharded_state_dict()
         # The layout of a distributed optimizer's state that loads at another data-parallel size; others ignore it.
-        "optimizer": optimizer.sharded_state_dict(
-            parameters, is_loading=loading, metadata={"distrib_optim_sharding_type": "fully_reshardable"}
-        ),
-        "scheduler": scheduler.state_dict(),
-    }
+        state["optimizer"] = optimizer.sharded_state_dict(
+            state["model"], is_loading=loading, metadata={"distrib_optim_sharding_type": "fully_reshardable"}
+        )
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    if stages.size() > 1 and not loading:
+        # Megatron-Core stores what is no tensor (parameter groups, the step count) from the first rank, and it is the
+        # last stage that has the optimizer.
+        plain, _ = extract_matching_values(state["optimizer"], lambda value: not isinstance(value, ShardedBase))
+        told = [plain]
+        torch.distributed.broadcast_object_list(told, get_pp_last_rank(stages), stages, device=platform.device())
+        if model is None:
+            state["optimizer"] = told[0]
+    return state
 
 
 def _give_state(optimizer: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.utils import get_pp_last_rank
 from megatron.core.process_groups_config import ProcessGroupCollection
 from rich.table import Table
 
@@ -43,7 +44,13 @@ from megatron_dspark.training.rank_state import rng_state, set_rng_state
 from megatron_dspark.training.report import Reporter, peak_memory_bytes
 from megatron_dspark.training.saving import CheckpointWriter
 from megatron_dspark.training.settings import TrainSettings
-from megatron_dspark.training.setup import build_training, check_resumable, describe_data
+from megatron_dspark.training.setup import (
+    build_training,
+    check_resumable,
+    describe_data,
+    find_draft_stage,
+    forward_communicator,
+)
 from megatron_dspark.training.step import forward_step_dspark
 from megatron_dspark.training.warm_start import WarmStart, open_warm_start, start_from_draft
 from megatron_dspark.training.window import Window
@@ -120,13 +127,15 @@ def train(settings: TrainSettings, *, resume: bool = True) -> TrainReport:
         held_out = load_samples(settings.validation, target.folder, settings.max_length) if settings.validation else []
     # The sampler's refusals need no process group either.
     parallel = settings.parallel
-    _sampler(settings, samples, 0, world_size // (parallel.tensor * parallel.context))
+    _sampler(settings, samples, 0, world_size // parallel.ranks)
     with (
         interruption,
         process_groups(
             parallel.tensor,
             settings.seed,
             context_parallel_size=parallel.context,
+            pipeline_parallel_size=parallel.pipeline,
+            virtual_pipeline_parallel_size=parallel.virtual_pipeline,
             timeout_minutes=settings.timeout_minutes,
         ) as groups,
         sole_writer(settings, checkpoint),
@@ -152,14 +161,18 @@ class _Run:
         feed: FeatureFeed | None = None,
     ) -> None:
         self.settings, self.config, self.target, self.data, self.groups = settings, config, target, data, groups
-        self.model, self.optimizer, self.scheduler = build_training(settings, config, groups)
+        self.models, self.optimizer, self.scheduler = build_training(settings, config, groups)
+        # The stage that holds the draft: None on the ranks of the other pipeline stages.
+        self.module = find_draft_stage(self.models)
+        self.communicator = forward_communicator(self.models, groups)
         self.step = 0
         self.metrics: dict[str, dict[str, float]] = {"first_validation": {}, "validation": {}, "train": {}}
+        draft = None if self.module is None else self.module.draft
         if checkpoint is None and settings.draft.markov_start == "bigrams":
-            start_from_bigrams(self.module.draft, samples, config.markov_rank)
+            start_from_bigrams(draft, samples, config.markov_rank)
             self.optimizer.reload_model_params()
         if warm_start is not None:
-            start_from_draft(self.module.draft, warm_start)
+            start_from_draft(draft, warm_start)
             self.optimizer.reload_model_params()
         self.window, self.validated_step = Window(), None
         own = None
@@ -208,16 +221,8 @@ class _Run:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's reports are its own; the other tensor-parallel ranks have the same."""
-        return self.groups.tp.rank() == 0
-
-    @property
-    def module(self) -> Any:
-        """The DSparkModel inside its wrappers."""
-        module = self.model
-        while hasattr(module, "module"):
-            module = module.module
-        return module
+        """Whether this rank has reports of its own: other stages have none, other tensor-parallel ranks the same."""
+        return self.module is not None and self.groups.tp.rank() == 0
 
     def train(self, interruption: Interruption) -> TrainReport:
         """Run the steps that are left, until `interruption` says to stop."""
@@ -263,7 +268,8 @@ class _Run:
     def optimizer_step(self) -> tuple[list[dict[str, torch.Tensor]], list[MicroBatch], float]:
         """Run one optimizer step; return its micro-batch reports, this rank's micro-batches and the gradient norm."""
         batches = list(self.sampler.step_batches(self.step * self.settings.global_batch_size))
-        self.model.zero_grad_buffer()
+        for model in self.models:
+            model.zero_grad_buffer()
         self.optimizer.zero_grad()
         following = (self.step + 1) * self.settings.global_batch_size if self.step + 1 < self.settings.steps else None
         reports = self._pass(batches, forward_only=False, following=following)
@@ -281,21 +287,27 @@ class _Run:
     def _pass(
         self, batches: list[MicroBatch], forward_only: bool, following: int | None = None
     ) -> list[dict[str, torch.Tensor]]:
+        # Every stage reads the micro-batches by itself: only features travel through the pipeline.
+        iterators = [self._data(batches, following) for _ in self.models]
+        pipeline = {}
+        if self.communicator is not None:
+            pipeline = {"p2p_communicator": self.communicator, "pg_collection": self.groups}
         return self.forward_backward(
             forward_step_func=forward_step_dspark,
-            data_iterator=self._data(batches, following),
-            model=[self.model],
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.models,
             num_microbatches=len(batches),
             seq_length=self.settings.max_length,
             micro_batch_size=self.settings.micro_batch_size,
             forward_only=forward_only,
+            **pipeline,
         )
 
     def _data(self, batches: list[MicroBatch], following: int | None) -> Iterator[Any]:
         """The micro-batches with what is known of their features; `following` is the stream's next position."""
         if self.feed is not None:
             upcoming = () if following is None else self.sampler.step_batches(following)
-            return self.feed.over(batches, upcoming, count=self.model.training)
+            return self.feed.over(batches, upcoming, count=self.models[0].training)
         return iter(batches) if self.memory is None else map(self._with_features, batches)
 
     def _with_features(self, batch: MicroBatch) -> tuple[MicroBatch, TargetFeatures]:
@@ -307,12 +319,14 @@ class _Run:
         A rank that raised alone would leave the others waiting in their next collective: all learn of it here, and
         all raise the same sentence.
         """
-        losses = torch.stack([report["loss"].sum() for report in reports])
+        # Stages without the draft have no report; they take part in the exchange.
+        sums = [report["loss"].sum() for report in reports]
+        losses = torch.stack(sums) if sums else torch.zeros(0, device=platform.device())
         bad = (~torch.isfinite(losses)).any().to(torch.int32)
         torch.distributed.all_reduce(bad, op=torch.distributed.ReduceOp.MAX)
         if not bad:
             return
-        pairs = zip(losses.isfinite().tolist(), batches, strict=True)
+        pairs = zip(losses.isfinite().tolist(), batches if reports else [], strict=True)
         mine = [name for finite, batch in pairs if not finite for name in batch.sample_ids]
         every: list[list[str]] = [[] for _ in range(torch.distributed.get_world_size())]
         torch.distributed.all_gather_object(every, mine)
@@ -326,28 +340,41 @@ class _Run:
         if not self.held_out:
             return {}
         started = time.perf_counter()
-        self.model.eval()
+        for model in self.models:
+            model.eval()
         with torch.no_grad():
             reports = self._pass(self.held_out, forward_only=True)
-        self.model.train()
+        for model in self.models:
+            model.train()
         self._refuse_non_finite(f"the validation at step {self.step}", reports, self.held_out)
-        metrics = reduce_report(reports, self.groups.dp_cp)
+        metrics = self.reduce(reports)
         metrics["seconds"] = time.perf_counter() - started
         self.reporter.log("validation", self.step, metrics)
         return metrics
 
+    def reduce(self, reports: list[dict[str, torch.Tensor]], **values: float) -> dict[str, float]:
+        """Return the metrics of `reports` over data- and context-parallel ranks, and `values`, on every stage."""
+        metrics = None if self.module is None else {**reduce_report(reports, self.groups.dp_cp), **values}
+        if self.communicator is None:
+            return metrics
+        told, last = [metrics], get_pp_last_rank(self.groups.pp)
+        torch.distributed.broadcast_object_list(told, last, self.groups.pp, device=platform.device())
+        return told[0]
+
     def log(self, window: Window, seconds: float, seconds_left: float) -> None:
         """Log the steps of a window that took `seconds`."""
-        metrics = reduce_report(window.reports, self.groups.dp_cp)
         counts = [window.tokens, window.places, window.timed_tokens]
         counts = torch.tensor(counts, dtype=torch.float64, device=platform.device())
         torch.distributed.all_reduce(counts, group=self.groups.dp)
         tokens, places, timed_tokens = counts.tolist()
-        metrics.update(
+        metrics = self.reduce(
+            window.reports,
             grad_norm=window.grad_norm,
             learning_rate=self.learning_rate,
             tokens_per_second=timed_tokens / seconds,
             padding_share=1 - tokens / places,
+        )
+        metrics.update(
             step_seconds=seconds / window.timed_steps,
             peak_memory_gib=peak_memory_bytes() / 2**30,
         )
@@ -413,6 +440,8 @@ def _sampler(settings: TrainSettings, samples: list[ChatSample], rank: int, size
             size,
             context_parallel_size=settings.parallel.context,
             row_tokens=(settings.packed_length or settings.max_length) if settings.packing else None,
+            # The interleaved schedule runs whole rounds.
+            multiple=settings.parallel.pipeline if settings.parallel.virtual_pipeline else 1,
         ),
         global_batch_size=settings.global_batch_size,
     )

@@ -12,6 +12,7 @@ from megatron_dspark import platform
 from megatron_dspark.config import DSparkModelConfig, default_target_layer_ids, draft_transformer_config
 from megatron_dspark.data.sampler import AnchorRule
 from megatron_dspark.errors import DSparkError
+from megatron_dspark.parallel_rules import check_target_split
 from megatron_dspark.targets.folder import TargetConfig
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -84,6 +85,17 @@ class ParallelSettings:
     tensor: int = 1
     context: int = 1
     """Ranks that share the rows of every sample (context parallelism, see `context_shards`)."""
+    sequence: bool = False
+    """Sequence parallelism: tensor-parallel ranks split the rows of what is not split by tensor parallelism."""
+    pipeline: int = 1
+    """Stages that the target's layers are split into; the draft is on the last one."""
+    virtual_pipeline: int | None = None
+    """Stages of each rank, taken in turn (interleaved schedule); None is one."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that hold one replica; data parallelism takes what is left."""
+        return self.tensor * self.context * self.pipeline
 
 
 @dataclass(kw_only=True)
@@ -261,6 +273,11 @@ class TrainSettings:
                 f"anchor_context_parallel is {self.anchor_context_parallel} and parallel.context "
                 f"{self.parallel.context}, whose ranks would hold parts of blocks; set both to the same size"
             )
+        if self.feature_memory_gib and self.parallel.pipeline > 1:
+            raise DSparkError(
+                f"feature_memory_gib is {self.feature_memory_gib} and parallel.pipeline {self.parallel.pipeline}: a "
+                "stage cannot keep what the others compute; set feature_memory_gib to 0"
+            )
         optimizer = self.optimizer
         if not 0 <= optimizer.warmup_share < 1:
             raise DSparkError(f"optimizer.warmup_share must be in [0, 1), and it is {optimizer.warmup_share}")
@@ -307,6 +324,8 @@ class TrainSettings:
                 "draft.mask_token_id is not set; name a token id that the target's tokenizer never produces "
                 f"(below {target.vocab_size})"
             )
+        if not self.features:
+            check_target_split(self.parallel.tensor, target)
         dtype = PRECISIONS[self.precision]
         config = DSparkModelConfig(
             transformer=draft_transformer_config(
@@ -324,6 +343,9 @@ class TrainSettings:
                 transformer_impl=self.transformer_impl,
                 tensor_model_parallel_size=self.parallel.tensor,
                 context_parallel_size=self.parallel.context,
+                sequence_parallel=self.parallel.sequence,
+                pipeline_model_parallel_size=self.parallel.pipeline,
+                virtual_pipeline_model_parallel_size=self.parallel.virtual_pipeline,
                 recompute_granularity="full" if self.recompute else None,
                 recompute_method="uniform" if self.recompute else None,
                 recompute_num_layers=1 if self.recompute else None,

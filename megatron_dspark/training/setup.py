@@ -5,14 +5,18 @@ from typing import Any
 
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_dspark.builder import DSparkModelBuilder
 from megatron_dspark.config import DSparkModelConfig
 from megatron_dspark.errors import DSparkError
+from megatron_dspark.features.pipeline import ForwardCommunicator
 from megatron_dspark.files import sha256
+from megatron_dspark.model.model import DSparkModel
 from megatron_dspark.objective.loss import FractionalDivisor
 from megatron_dspark.targets.folder import TargetConfig
 from megatron_dspark.training.checkpoint import Checkpoint
@@ -21,13 +25,16 @@ from megatron_dspark.training.settings import TrainSettings
 
 def build_training(
     settings: TrainSettings, config: DSparkModelConfig, groups: ProcessGroupCollection
-) -> tuple[Any, Any, OptimizerParamScheduler]:
-    """Return the wrapped model, Megatron-Core's optimizer and its schedule."""
+) -> tuple[list[Any], Any, OptimizerParamScheduler]:
+    """Return this rank's wrapped stages, Megatron-Core's optimizer and its schedule.
+
+    On a pipeline stage without the draft the optimizer holds nothing; it still takes part in the gradient norm.
+    """
     optimizer_settings = settings.optimizer
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer_settings.distributed
     )
-    (model,) = DSparkModelBuilder(config).build_distributed_models(
+    models = DSparkModelBuilder(config).build_distributed_models(
         groups, ddp_config=ddp, mixed_precision_wrapper=Float16Module, data_parallel_random_init=False
     )
     weighted = config.loss_normalizer == "weights"
@@ -49,11 +56,15 @@ def build_training(
             params_dtype=config.transformer.params_dtype,
             use_distributed_optimizer=optimizer_settings.distributed,
         ),
-        [model],
+        models,
         use_gloo_process_groups=False,
         pg_collection=groups,
     )
-    config.transformer.grad_scale_func = optimizer.scale_loss
+    # Megatron-Core answers this once, with a collective; its clipping asks on ranks with parameters alone.
+    for group in SEPARATE_GRAD_NORM_GROUPS:
+        optimizer.has_grad_norm_group(group)
+    if find_draft_stage(models) is not None:
+        config.transformer.grad_scale_func = optimizer.scale_loss
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -69,7 +80,21 @@ def build_training(
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
-    return model, optimizer, scheduler
+    return models, optimizer, scheduler
+
+
+def find_draft_stage(models: list[Any]) -> DSparkModel | None:
+    """Return the stage that holds the draft, without its wrappers; None on a rank that has none."""
+    return next((stage for stage in map(unwrap_model, models) if stage.draft is not None), None)
+
+
+def forward_communicator(models: list[Any], groups: ProcessGroupCollection) -> ForwardCommunicator | None:
+    """Return what carries payloads between the pipeline stages, for the schedules; None without a pipeline."""
+    if groups.pp.size() == 1:
+        return None
+    for stage in map(unwrap_model, models):
+        stage.forward_pipeline = True
+    return ForwardCommunicator(groups.pp, get_model_config(models[0]))
 
 
 def describe_data(settings: TrainSettings) -> dict[str, Any]:
@@ -89,7 +114,7 @@ _FREE_TO_CHANGE = {"output", "steps", "log_interval", "validation_interval", "va
 _FREE_TO_CHANGE |= {"tensorboard", "validation", "parallel", "micro_batch_size", "recompute", "target", "data"}
 _FREE_TO_CHANGE |= {"block_attention", "checkpoint", "time_limit_minutes", "timeout_minutes"}
 _FREE_TO_CHANGE |= {"objective.chunk_bytes", "objective.kernel", "draft.markov_start", "warm_start"}
-_FREE_TO_CHANGE |= {"anchor_context_parallel", "packing", "packed_length"}
+_FREE_TO_CHANGE |= {"anchor_context_parallel", "packing", "packed_length", "feature_memory_gib"}
 _FREE_TO_CHANGE |= {"features", "validation_features", "feature_workers"}
 
 

@@ -18,7 +18,7 @@ def forward_step_dspark(
     data_iterator: Iterator[MicroBatch | tuple[MicroBatch, TargetFeatures]],
     model: Any,
     return_schedule_plan: bool = False,
-) -> tuple[Tensor, partial]:
+) -> tuple[Tensor, partial | None]:
     """Run one micro-batch; the function that Megatron-Core's schedules and Megatron-Bridge's `pretrain` call.
 
     Args:
@@ -29,7 +29,8 @@ def forward_step_dspark(
 
     Returns:
         The loss numerator (scalar, unnormalised) and a loss function that turns it into Megatron-Core's triple
-        (numerator, num_tokens, report of [numerator, denominator] pairs).
+        (numerator, num_tokens, report of [numerator, denominator] pairs). On a pipeline stage without the draft: the
+        next stage's payload, and no loss function.
     """
     if return_schedule_plan:
         raise ValueError("return_schedule_plan is for mixture-of-experts overlap, which the draft has no use for")
@@ -37,7 +38,7 @@ def forward_step_dspark(
     if isinstance(batch, tuple):
         batch, features = batch
     where = device()
-    numerator, num_tokens, report = model(
+    output = model(
         input_ids=batch.input_ids.to(where),
         loss_mask=batch.loss_mask.to(where),
         anchors=batch.anchors.to(where),
@@ -45,6 +46,9 @@ def forward_step_dspark(
         final_hidden=None if features is None else features.final_hidden,
         documents=None if batch.documents is None else batch.documents.to(where),
     )
+    if isinstance(output, Tensor):
+        return output, None
+    numerator, num_tokens, report = output
     if num_tokens.is_floating_point():
         # The sum of slot weights is no whole number, and Megatron-Core counts in whole numbers only.
         divisor = get_model_config(model).finalize_model_grads_func

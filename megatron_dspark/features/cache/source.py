@@ -32,7 +32,7 @@ def megatron_source(target: TargetConfig, taps: list[int], dtype: torch.dtype, g
         fp16=dtype == torch.float16,
         tensor_model_parallel_size=tensor,
     )
-    model = load_target(target.folder, taps, transformer, groups)
+    (model,) = load_target(target.folder, taps, transformer, groups)
 
     def capture(ids: Tensor) -> tuple[Tensor, Tensor]:
         features = model.capture(ids[None].to(platform.device()))
