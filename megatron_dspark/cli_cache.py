@@ -57,6 +57,7 @@ def add_commands(app: typer.Typer, show: Callable[[Any, bool], None]) -> None:
             typer.Option(help='Who runs the target; "hf" for architectures that Megatron-Core has no mapping of.'),
         ] = "megatron-core",
         tensor: Annotated[int, typer.Option(help="Tensor-parallel ranks of the target.")] = 1,
+        pipeline: Annotated[int, typer.Option(help="Pipeline stages of the target.")] = 1,
         shard_mib: Annotated[int | None, typer.Option(help="Size of a shard; by default what suits the total.")] = None,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say how large the cache becomes.")] = False,
         as_json: Json = False,
@@ -86,6 +87,7 @@ def add_commands(app: typer.Typer, show: Callable[[Any, bool], None]) -> None:
             compute_dtype=compute_dtype,
             source=source,
             tensor=tensor,
+            pipeline=pipeline,
             shard_mib=shard_mib,
             dry_run=dry_run,
         )

@@ -81,8 +81,8 @@ def check_parallelism(config: "DSparkModelConfig") -> None:
             raise DSparkError(sentence)
 
 
-def check_target_split(tensor_parallel_size: int, target: "TargetConfig") -> None:
-    """Refuse a tensor-parallel size that does not divide the target's heads.
+def check_target_split(target: "TargetConfig", tensor_parallel_size: int, stages: int = 1) -> None:
+    """Refuse a tensor-parallel size that does not divide the target's heads, and stages that do not divide its layers.
 
     Raises:
         DSparkError: one sentence.
@@ -97,6 +97,8 @@ def check_target_split(tensor_parallel_size: int, target: "TargetConfig") -> Non
                 f"{tensor_parallel_size} does not divide; choose a size that does, or train from features computed "
                 "beforehand"
             )
+    if target.num_layers % stages:
+        raise DSparkError(_uneven_stages(stages, target.num_layers))
 
 
 def _tensor_sizes(config: "DSparkModelConfig") -> str | None:
@@ -152,11 +154,15 @@ def _pipeline_without_target(config: "DSparkModelConfig") -> str | None:
 
 def _pipeline_layers(config: "DSparkModelConfig") -> str | None:
     if config.num_target_layers % _stages(config):
-        return (
-            f"{_stages(config)} pipeline stages do not divide the target's {config.num_target_layers} layers; choose "
-            "pipeline_model_parallel_size × virtual_pipeline_model_parallel_size so that they do"
-        )
+        return _uneven_stages(_stages(config), config.num_target_layers)
     return None
+
+
+def _uneven_stages(stages: int, layers: int) -> str:
+    return (
+        f"{stages} pipeline stages do not divide the target's {layers} layers; choose pipeline_model_parallel_size × "
+        "virtual_pipeline_model_parallel_size so that they do"
+    )
 
 
 def _payload(config: "DSparkModelConfig") -> str | None:

@@ -61,6 +61,63 @@ def test_ranks_write_the_same_bytes(made: Path, data: Path, two_ranks: RankPool,
     assert len(list((tmp_path / "idle").glob("shard-*"))) == 1 and verify_cache(tmp_path / "idle").problems == []
 
 
+def test_three_ranks_write_the_same_bytes(made: Path, data: Path, tmp_path: Path) -> None:
+    pool = RankPool(3)
+    try:
+        pool.run(precompute_rank, precompute_options(data, tmp_path / "three"))
+    finally:
+        pool.close()
+    assert tree(tmp_path / "three") == tree(made)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), (2, 1), (2, 2)], ids=["PP2", "TP2", "TP2-PP2"])
+def test_split_targets_give_the_same_features(
+    tensor: int, pipeline: int, made: Path, data: Path, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    pool: RankPool = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[tensor * pipeline])
+    options = precompute_options(data, tmp_path / "cache", tensor=tensor, pipeline=pipeline)
+    reports = pool.run(precompute_rank, options)
+    assert all(report["state"] == "written" and report["tokens_per_second"] > 0 for report in reports)
+    if tensor == 1:
+        # Stages compute what one rank computes, bit for bit; tensor-parallel sums are rounded in another order.
+        assert tree(tmp_path / "cache") == tree(made)
+    else:
+        ours, theirs = FeatureCache(tmp_path / "cache"), FeatureCache(made)
+        assert ours.sample_ids == theirs.sample_ids
+        for sample_id in ours.sample_ids:
+            for mine, other in zip(ours.features(sample_id), theirs.features(sample_id), strict=True):
+                torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+
+
+def full_disk_rank(rank: int, size: int, options: dict[str, Any]) -> str:
+    """Precompute on a disk that is full at the second shard; return the sentence."""
+    original, left = shard_files.save_file, [2]
+
+    def full(tensors: Any, path: Path, **keywords: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(tensors, path, **keywords)
+
+    shard_files.save_file = full
+    try:
+        precompute_rank(rank, size, options)
+    except DSparkError as error:
+        return str(error)
+    finally:
+        shard_files.save_file = original
+    return "nothing was said"
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_a_full_disk_ends_every_rank_of_a_split_target(
+    axis: str, data: Path, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    """The rank that does not write learns of it, and neither waits for the other."""
+    said = two_ranks.run(full_disk_rank, precompute_options(data, tmp_path / "cache", **{axis: 2}))
+    assert said[0] == said[1] and "could not be written" in said[0]
+
+
 def test_interrupted_job_goes_on(made: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = PrecomputeOptions(**precompute_options(data, tmp_path / "cache"))
     original, left = job.megatron_source, [5]
@@ -135,7 +192,8 @@ def test_dry_run_and_refusals(made: Path, data: Path, tmp_path: Path, monkeypatc
         ({"dtype": "int8"}, "dtype is 'int8' and must be one of"),
         ({"target_layer_ids": [5, 2]}, "must strictly increase"),
         ({"target_layer_ids": [1, 8]}, "must strictly increase inside"),
-        ({"tensor": 2}, "1 ranks, which is no multiple of its 2"),
+        ({"tensor": 2}, "1 ranks, which is no multiple of the 2 × 1"),
+        ({"source": "hf", "pipeline": 2}, "1 ranks, which is no multiple of the 1 × 2"),
         ({"source": "hf", "tensor": 1, "compute_dtype": "int8"}, "compute_dtype is 'int8'"),
         ({"data": tmp_path / "nowhere"}, "does not exist"),
     ):

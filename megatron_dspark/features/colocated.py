@@ -173,7 +173,7 @@ def load_target(
     Raises:
         DSparkError: the target cannot be split over the tensor-parallel ranks, or is of another architecture.
     """
-    check_target_split(transformer.tensor_model_parallel_size, read_target_config(folder))
+    check_target_split(read_target_config(folder), transformer.tensor_model_parallel_size)
     from megatron.bridge import AutoBridge
     from megatron.bridge.models.gpt_provider import local_layer_spec
 

@@ -325,7 +325,7 @@ class TrainSettings:
                 f"(below {target.vocab_size})"
             )
         if not self.features:
-            check_target_split(self.parallel.tensor, target)
+            check_target_split(target, self.parallel.tensor)
         dtype = PRECISIONS[self.precision]
         config = DSparkModelConfig(
             transformer=draft_transformer_config(

@@ -32,6 +32,8 @@ class PrecomputeOptions:
     """ "megatron-core", or "hf" for architectures that it has no mapping of."""
     tensor: int = 1
     """Tensor-parallel ranks of the target; data parallelism takes the ranks that are left."""
+    pipeline: int = 1
+    """Pipeline stages of the target."""
     shard_mib: int | None = None
     """Size of a shard; None takes what suits the total."""
     dry_run: bool = False
@@ -55,16 +57,17 @@ class PrecomputeOptions:
         ):
             if value not in known:
                 raise DSparkError(f"{name} is {value!r} and must be one of {', '.join(known)}")
-        for name, least in (("max_length", 2), ("tensor", 1), ("shard_mib", 1)):
+        for name, least in (("max_length", 2), ("tensor", 1), ("pipeline", 1), ("shard_mib", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise DSparkError(f"{name} must be at least {least}, and it is {value}")
-        if world_size % self.tensor:
+        if world_size % (self.tensor * self.pipeline):
             raise DSparkError(
-                f"the job has {world_size} ranks, which is no multiple of its {self.tensor} tensor-parallel ranks; "
-                "start torchrun with such a number"
+                f"the job has {world_size} ranks, which is no multiple of the {self.tensor} × {self.pipeline} that its "
+                "tensor and pipeline parallelism take; start torchrun with such a number"
             )
-        if self.source == "hf" and self.tensor > 1:
+        if self.source == "hf" and self.tensor * self.pipeline > 1:
             raise DSparkError(
-                f"tensor is {self.tensor} and source is 'hf', which has the whole target on every rank; use 1"
+                f"tensor is {self.tensor}, pipeline {self.pipeline} and source 'hf', which has the whole target on "
+                "every rank; use 1 and 1"
             )

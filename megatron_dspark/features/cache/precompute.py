@@ -41,6 +41,7 @@ from megatron_dspark.features.cache.shard import StoredSample, save_tensors
 from megatron_dspark.features.cache.source import Capture, megatron_source, transformers_source
 from megatron_dspark.features.cache.writer import CacheWriter
 from megatron_dspark.files import atomic_file
+from megatron_dspark.parallel_rules import check_target_split
 from megatron_dspark.targets.fingerprint import (
     chat_template_fingerprint,
     config_fingerprint,
@@ -159,7 +160,7 @@ def precompute(options: PrecomputeOptions) -> PrecomputeReport:
         return job.report("dry run", free, total)
     from megatron_dspark.parallel import process_groups
 
-    with process_groups(options.tensor, seed=0) as groups:
+    with process_groups(options.tensor, seed=0, pipeline_parallel_size=options.pipeline) as groups:
         return _run(job, writer, groups, free)
 
 
@@ -171,6 +172,7 @@ def _prepare(options: PrecomputeOptions) -> _Job:
             f"target_layer_ids {taps} must strictly increase inside −1 … {target.num_layers - 1}, the layers of "
             f"{options.target}"
         )
+    check_target_split(target, options.tensor, options.pipeline)
     if not options.data.is_file():
         raise DSparkError(f"the data {options.data} does not exist; make it with megatron-dspark prepare")
     samples = load_samples(options.data, options.target, options.max_length)
@@ -240,7 +242,7 @@ def _write(job: _Job, writer: CacheWriter, groups: Any, waiting: Any, free: int)
         with contextlib.suppress(DSparkError):
             tables = read_frozen_tables(job.target)
     else:
-        capture = megatron_source(job.target, job.taps, dtype, groups, options.tensor)
+        capture = megatron_source(job.target, job.taps, dtype, groups, options.tensor, options.pipeline)
         tables = read_frozen_tables(job.target)
     done, mine = 0, []
     meter = CacheMeter(job.plan, options.output, active=rank == 0)
@@ -248,20 +250,15 @@ def _write(job: _Job, writer: CacheWriter, groups: Any, waiting: Any, free: int)
         if rank == 0:
             writer.begin(_files(job, tables))
     with _shared_problem(waiting):
-        # All tensor-parallel ranks look before any of them writes, and so see the same.
+        # All ranks of a replica look before any of them writes, and so see the same.
         mine = writer.missing(groups.dp.rank(), groups.dp.size())
     with _shared_problem(waiting):
         meter.begin(mine)
         with meter:
             for number in mine:
-                stored = _stored(job, number, capture, meter)
-                if groups.tp.rank() == 0:
-                    writer.write(number, stored)
-                    done += sum(job.plan.lengths[index] for index in job.plan.samples(number))
-                else:
-                    # Tensor-parallel ranks capture together; the first of them writes.
-                    for _ in stored:
-                        pass
+                # A replica's ranks capture together: each learns of a problem of the one that writes.
+                with _shared_problem(groups.mp):
+                    done += _write_shard(job, number, capture, writer, meter, groups)
     with _shared_problem(waiting):
         if rank == 0:
             writer.finish()
@@ -290,12 +287,32 @@ def _shared_problem(group: Any) -> Iterator[None]:
             raise DSparkError(found)
 
 
-def _stored(job: _Job, number: int, capture: Capture, meter: CacheMeter) -> Iterator[StoredSample]:
-    options, hidden_size = job.options, job.target.hidden_size
-    for index in job.plan.samples(number):
-        sample = job.samples[index]
+def _write_shard(job: _Job, number: int, capture: Capture, writer: CacheWriter, meter: CacheMeter, groups: Any) -> int:
+    """Capture a shard's samples; the first tensor-parallel rank of the last stage writes. Return the tokens written."""
+    left = iter([job.samples[index] for index in job.plan.samples(number)])
+
+    def capture_only() -> None:
+        for sample in left:
+            capture(sample.input_ids)
+            meter.sample(len(sample.input_ids))
+
+    if groups.tp.rank() > 0 or groups.pp.rank() < groups.pp.size() - 1:
+        capture_only()
+        return 0
+    try:
+        writer.write(number, _stored(job, left, capture, meter))
+    except (DSparkError, OSError):
+        # The other ranks of the replica wait for this one's part of every sample.
+        if groups.mp.size() > 1:
+            capture_only()
+        raise
+    return sum(job.plan.lengths[index] for index in job.plan.samples(number))
+
+
+def _stored(job: _Job, left: Iterator[ChatSample], capture: Capture, meter: CacheMeter) -> Iterator[StoredSample]:
+    for sample in left:
         taps, final_hidden = capture(sample.input_ids)
-        yield store(sample, taps, final_hidden, options.dtype, hidden_size)
+        yield store(sample, taps, final_hidden, job.options.dtype, job.target.hidden_size)
         meter.sample(len(sample.input_ids))
 
 

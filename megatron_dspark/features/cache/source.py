@@ -12,16 +12,20 @@ from megatron_dspark.config import draft_transformer_config
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.targets.folder import TargetConfig
 
-Capture = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""[S] token ids → (taps [S, m·d], last hidden state after the final norm [S, d])."""
+Capture = Callable[[Tensor], tuple[Tensor, Tensor] | None]
+"""[S] token ids → (taps [S, m·d], last hidden state after the final norm [S, d]); None on all pipeline stages but the
+last."""
 
 _PROBE_TOKENS = 8
 _PROBE_TOLERANCE = 1e-2
 
 
-def megatron_source(target: TargetConfig, taps: list[int], dtype: torch.dtype, groups: Any, tensor: int) -> Capture:
+def megatron_source(
+    target: TargetConfig, taps: list[int], dtype: torch.dtype, groups: Any, tensor: int, pipeline: int
+) -> Capture:
     """Load the target as a training run with colocated features loads it, so that both give the same bits."""
     from megatron_dspark.features.colocated import load_target
+    from megatron_dspark.features.pipeline import ForwardCommunicator
 
     transformer = draft_transformer_config(
         num_layers=1,
@@ -31,11 +35,19 @@ def megatron_source(target: TargetConfig, taps: list[int], dtype: torch.dtype, g
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
     )
-    (model,) = load_target(target.folder, taps, transformer, groups)
+    (stage,) = load_target(target.folder, taps, transformer, groups)
+    communicator = None if pipeline == 1 else ForwardCommunicator(groups.pp, transformer)
+    first, last = groups.pp.rank() == 0, groups.pp.rank() == pipeline - 1
 
-    def capture(ids: Tensor) -> tuple[Tensor, Tensor]:
-        features = model.capture(ids[None].to(platform.device()))
+    def capture(ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        shape = (len(ids), 1, target.hidden_size)
+        received = None if communicator is None else communicator.recv_forward(shape, first)
+        features = stage.run_stage(ids[None].to(platform.device()), received=received)
+        if isinstance(features, Tensor):
+            communicator.send_forward(features, last)
+            return None
         return features.taps[:, 0], features.final_hidden[:, 0]
 
     return capture
