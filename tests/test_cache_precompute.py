@@ -203,7 +203,7 @@ def test_dry_run_and_refusals(made: Path, data: Path, tmp_path: Path, monkeypatc
                 precompute(PrecomputeOptions(**precompute_options(changes["data"], tmp_path / "cache")))
             run(**changes)
     monkeypatch.setattr(job, "_free_bytes", lambda _: 1000)
-    with pytest.raises(DSparkError, match=r"the cache needs .* GiB \(3,077 bytes for each of .* tokens\) and the disk"):
+    with pytest.raises(DSparkError, match=r"the cache needs .* MB \(3,077 bytes for each of .* tokens\) and the disk"):
         run(dry_run=True)
     assert not (tmp_path / "cache").exists()
 

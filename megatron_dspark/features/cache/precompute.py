@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from rich.filesize import decimal
 from rich.table import Table
 from torch import Tensor
 
@@ -91,8 +92,8 @@ class PrecomputeReport:
         table.add_row("state", self.state)
         table.add_row("samples, tokens, shards", f"{self.samples:,}, {self.tokens:,}, {self.shards:,}")
         table.add_row("bytes a token", f"{self.bytes_per_token:,}")
-        table.add_row("total", f"{self.total_bytes / 2**30:,.2f} GiB")
-        table.add_row("free on its disk before", f"{self.free_bytes / 2**30:,.2f} GiB")
+        table.add_row("total", decimal(self.total_bytes))
+        table.add_row("free on its disk before", decimal(self.free_bytes))
         if self.seconds:
             table.add_row("took", f"{self.seconds:,.0f} s, {self.tokens_per_second:,.0f} tokens/s")
         return table
@@ -151,9 +152,9 @@ def precompute(options: PrecomputeOptions) -> PrecomputeReport:
     present = sum(path.stat().st_size for path in options.output.rglob("*.safetensors"))
     if total - present > free:
         raise DSparkError(
-            f"the cache needs {total / 2**30:,.2f} GiB ({job.plan.bytes_per_token:,} bytes for each of "
-            f"{job.manifest.data.tokens:,} tokens) and the disk of {options.output} has {free / 2**30:,.2f} GiB free"
-            f"{f' beside the {present / 2**30:,.2f} GiB that are done' if present else ''}; free some space, choose "
+            f"the cache needs {decimal(total)} ({job.plan.bytes_per_token:,} bytes for each of "
+            f"{job.manifest.data.tokens:,} tokens) and the disk of {options.output} has {decimal(free)} free"
+            f"{f' beside the {decimal(present)} that are done' if present else ''}; free some space, choose "
             "fewer taps or samples, or store bfloat16 or float8_e4m3fn"
         )
     if options.dry_run:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
 from rich.text import Text
 from torch import Tensor
 
@@ -36,7 +37,7 @@ class ReshapeReport:
 
     def render(self) -> Text:
         """As text."""
-        return Text(f"{self.output}: {self.samples:,} samples, {self.tokens:,} tokens, {self.bytes / 2**30:,.2f} GiB")
+        return Text(f"{self.output}: {self.samples:,} samples, {self.tokens:,} tokens, {decimal(self.bytes)}")
 
 
 def merge_caches(folders: Sequence[str | Path], output: str | Path) -> ReshapeReport:

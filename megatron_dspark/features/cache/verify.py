@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
@@ -48,7 +49,7 @@ class VerifyReport:
         """As text."""
         if self.problems:
             return Text("\n".join(self.problems), style="red")
-        return Text(f"{self.folder} is whole: {self.samples:,} samples, {self.bytes / 2**30:,.2f} GiB, every byte read")
+        return Text(f"{self.folder} is whole: {self.samples:,} samples, {decimal(self.bytes)}, every byte read")
 
 
 @dataclass(frozen=True)
