@@ -18,7 +18,7 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size  # noqa: E
 
 from megatron_dspark.config import DSparkModelConfig  # noqa: E402
 from megatron_dspark.errors import DSparkError  # noqa: E402
-from megatron_dspark.features.colocated import load_target  # noqa: E402
+from megatron_dspark.features.colocated import FrozenTarget, load_target  # noqa: E402
 from megatron_dspark.model.draft import DSparkDraft  # noqa: E402
 from megatron_dspark.model.model import DSparkModel  # noqa: E402
 from megatron_dspark.targets.folder import (  # noqa: E402
@@ -37,6 +37,18 @@ class DSparkModelBuilder(GPTModelBuilder):
 
     _model_config: DSparkModelConfig
 
+    def __init__(self, model_config: DSparkModelConfig, *, forward_communicator: bool = False) -> None:
+        """Prepare to build.
+
+        Args:
+            model_config: what to build.
+            forward_communicator: the job's schedules run with `training.setup.forward_communicator`, which a pipeline
+                needs: a frozen target's stages send nothing backwards, and other communicators would wait for it.
+        """
+        super().__init__(model_config)
+        self._forward_communicator = forward_communicator
+        self._targets: list[FrozenTarget] | None = None
+
     def build_model(
         self,
         pg_collection: ProcessGroupCollection,
@@ -52,13 +64,21 @@ class DSparkModelBuilder(GPTModelBuilder):
             pg_collection: process groups of this rank.
             pre_process: whether this is the first pipeline stage; None asks the process groups.
             post_process: whether this is the last one, which holds the draft; None asks the process groups.
-            vp_stage: virtual pipeline stage, None without; stage 0 is built first.
+            vp_stage: virtual pipeline stage, None without.
 
         Raises:
-            DSparkError: the config does not fit the target (see `check_against_target`) or itself.
+            DSparkError: the config does not fit the target (see `check_against_target`) or itself, or the loop would
+                wait for gradients that a frozen target's stages do not send.
         """
         config = self._model_config
         config.finalize()
+        if config.pipeline_model_parallel_size > 1 and not self._forward_communicator:
+            raise DSparkError(
+                f"pipeline_model_parallel_size is {config.pipeline_model_parallel_size}, and stages of a frozen target "
+                "send nothing backwards, which this loop's schedule would wait for; set it to 1, or run the schedule "
+                "with the communicator of megatron_dspark.training.setup.forward_communicator and build with "
+                "forward_communicator=True"
+            )
         stages = config.transformer.virtual_pipeline_model_parallel_size
         if pre_process is None:
             pre_process = is_vp_first_stage(vp_stage, stages) and is_pp_first_stage(pg_collection.pp)
@@ -68,7 +88,7 @@ class DSparkModelBuilder(GPTModelBuilder):
         if config.target_path is not None:
             target_config = read_target_config(config.target_path)
             check_against_target(config, target_config)
-            if not vp_stage:
+            if self._targets is None:
                 # Megatron-Bridge loads all stages of a rank together.
                 self._targets = load_target(
                     config.target_path, config.target_layer_ids, config.transformer, pg_collection

@@ -16,7 +16,7 @@ import torch
 from megatron_dspark import platform
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.objective.compiled import check_kernel
-from megatron_dspark.parallel_rules import check_parallelism
+from megatron_dspark.parallel_rules import check_parallelism, check_ranks
 
 platform.prepare()
 
@@ -178,12 +178,8 @@ class DSparkModelConfig(GPTModelConfig):
         for rule in (_check_shape, _check_block_and_taps, _check_heads, _check_objective, _check_precision):
             rule(self)
         check_parallelism(self)
-        ranks = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
-        if world_size is not None and world_size % ranks:
-            raise DSparkError(
-                f"tensor × pipeline × context parallel sizes need a multiple of {ranks} ranks and the job has "
-                f"{world_size}; start torchrun with such a number"
-            )
+        if world_size is not None:
+            check_ranks(self, world_size)
 
     @property
     def head_dim(self) -> int:

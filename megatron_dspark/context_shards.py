@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_dspark import platform
+from megatron_dspark.blocks import BlockLayout
 from megatron_dspark.errors import DSparkError
 
 platform.prepare()
@@ -73,6 +74,24 @@ class ContextShard:
         own = (anchors >= 0) & (self.owner.gather(1, anchors.clamp(min=0)) == self.rank)
         order = torch.argsort((~own).to(torch.int8), dim=1, stable=True)
         return torch.where(own, anchors, -1).gather(1, order)[:, : max(1, int(own.sum(1).max()))]
+
+    def refuse_split_blocks(self, layout: BlockLayout) -> None:
+        """Refuse blocks whose teacher rows are not all on the rank of their anchor.
+
+        Args:
+            layout: the blocks of every rank, so that all ranks refuse and none waits for another.
+
+        Raises:
+            DSparkError: the anchors were drawn for another context-parallel size.
+        """
+        owner = self.owner.gather(1, layout.label_rows.flatten(1)).view_as(layout.label_rows)
+        split = layout.supervised & (owner != owner[..., :1])
+        if bool(split.any()):
+            raise DSparkError(
+                f"a block needs the target's output at row {int(layout.label_rows[split][0])}, which another "
+                f"context-parallel rank than its anchor's holds; draw anchors for context parallelism of size "
+                f"{self.size} (anchor_context_parallel)"
+            )
 
     def select(self, values: Tensor) -> Tensor:
         """Return this rank's part of `values` [B, S]: [B, S / size]."""

@@ -4,11 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatron_dspark import platform
 from megatron_dspark.errors import DSparkError
 
 if TYPE_CHECKING:
     from megatron_dspark.config import DSparkModelConfig
     from megatron_dspark.targets.folder import TargetConfig
+    from megatron_dspark.training.settings import TrainSettings
 
 
 @dataclass(frozen=True)
@@ -61,44 +63,55 @@ class Rule:
     Attributes:
         refused: the combination, for the table.
         because: why.
-        violation: config -> the sentence for the person who asked for it, None when it is not asked for.
+        violation: what was asked for -> the sentence for the person who did, None when it is not this combination.
     """
 
     refused: str
     because: str
-    violation: Callable[["DSparkModelConfig"], str | None]
+    violation: Callable[..., str | None]
 
 
 def check_parallelism(config: "DSparkModelConfig") -> None:
-    """Refuse the first combination of `RULES` that `config` asks for.
+    """Refuse the first combination of `RULES` that a model's config asks for.
 
     Raises:
         DSparkError: one sentence.
     """
-    for rule in RULES:
-        sentence = rule.violation(config)
+    _refuse(RULES, config)
+
+
+def check_ranks(config: "DSparkModelConfig", ranks: int) -> None:
+    """Refuse a number of ranks that the config's sizes do not divide (`RANK_RULES`).
+
+    Raises:
+        DSparkError: one sentence.
+    """
+    _refuse(RANK_RULES, config, ranks)
+
+
+def check_run(settings: "TrainSettings") -> None:
+    """Refuse the first combination of `RUN_RULES` that a training run asks for.
+
+    Raises:
+        DSparkError: one sentence.
+    """
+    _refuse(RUN_RULES, settings)
+
+
+def _refuse(rules: tuple[Rule, ...], *asked: Any) -> None:
+    for rule in rules:
+        sentence = rule.violation(*asked)
         if sentence is not None:
             raise DSparkError(sentence)
 
 
 def check_target_split(target: "TargetConfig", tensor_parallel_size: int, stages: int = 1) -> None:
-    """Refuse a tensor-parallel size that does not divide the target's heads, and stages that do not divide its layers.
+    """Refuse a target that does not split evenly (`TARGET_RULES`).
 
     Raises:
         DSparkError: one sentence.
     """
-    for name, value in (
-        ("num_attention_heads", target.num_attention_heads),
-        ("num_key_value_heads", target.num_key_value_heads),
-    ):
-        if value % tensor_parallel_size:
-            raise DSparkError(
-                f"the target at {target.folder} has {name} {value}, which tensor_model_parallel_size "
-                f"{tensor_parallel_size} does not divide; choose a size that does, or train from features computed "
-                "beforehand"
-            )
-    if target.num_layers % stages:
-        raise DSparkError(_uneven_stages(stages, target.num_layers))
+    _refuse(TARGET_RULES, target, tensor_parallel_size, stages)
 
 
 def _tensor_sizes(config: "DSparkModelConfig") -> str | None:
@@ -203,12 +216,82 @@ RULES = (
     Rule("FP4", "not yet", _only("fp4", None)),
     Rule("multi-latent attention", "the draft's attention is grouped-query", _only("multi_latent_attention", False)),
 )
-# Refused by `TrainSettings`, which knows more than the model's config.
+
+
+def _ranks(config: "DSparkModelConfig", ranks: int) -> str | None:
+    replica = config.tensor_model_parallel_size * config.pipeline_model_parallel_size * config.context_parallel_size
+    if ranks % replica:
+        return (
+            f"tensor × pipeline × context parallel sizes need a multiple of {replica} ranks and the job has {ranks}; "
+            "start torchrun with such a number"
+        )
+    return None
+
+
+RANK_RULES = (Rule("ranks that are no multiple of TP × CP × PP", "data parallelism takes whole replicas", _ranks),)
+
+
+def _target_sizes(target: "TargetConfig", tensor_parallel_size: int, _stages: int) -> str | None:
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        value = getattr(target, name)
+        if value % tensor_parallel_size:
+            return (
+                f"the target at {target.folder} has {name} {value}, which tensor_model_parallel_size "
+                f"{tensor_parallel_size} does not divide; choose a size that does, or train from features computed "
+                "beforehand"
+            )
+    return None
+
+
+def _target_layers(target: "TargetConfig", _tensor_parallel_size: int, stages: int) -> str | None:
+    return _uneven_stages(stages, target.num_layers) if target.num_layers % stages else None
+
+
+TARGET_RULES = (
+    Rule("TP that does not divide the target's heads, key/value heads or MLP", "they are split evenly", _target_sizes),
+    Rule("precompute: PP that does not divide the target's layers", "stages are of equal depth", _target_layers),
+)
+
+
+def _feature_memory(settings: "TrainSettings") -> str | None:
+    if settings.feature_memory_gib and settings.parallel.pipeline > 1:
+        return (
+            f"feature_memory_gib is {settings.feature_memory_gib} and parallel.pipeline {settings.parallel.pipeline}: "
+            "a stage cannot keep what the others compute; set feature_memory_gib to 0"
+        )
+    return None
+
+
+def _anchors_of_another_layout(settings: "TrainSettings") -> str | None:
+    if settings.parallel.context not in (1, settings.anchor_rule.context_parallel_size):
+        return (
+            f"anchor_context_parallel is {settings.anchor_context_parallel} and parallel.context "
+            f"{settings.parallel.context}, whose ranks would hold parts of blocks; set both to the same size"
+        )
+    return None
+
+
+def _packed_length(settings: "TrainSettings") -> str | None:
+    length = settings.packed_length
+    if length is not None and (not settings.packing or length < settings.max_length):
+        return (
+            f"packed_length is {length} with packing {settings.packing} and max_length {settings.max_length}; set "
+            "packing, and rows that hold the longest sample"
+        )
+    return None
+
+
+def _flex_without_cuda(settings: "TrainSettings") -> str | None:
+    if settings.block_attention == "flex" and not platform.has_cuda():
+        return "block_attention is 'flex', which needs CUDA, and there is none here; use 'prefix'"
+    return None
+
+
 RUN_RULES = (
-    ("PP with `feature_memory_gib`", "a stage cannot keep what the others compute"),
-    ("CP with anchors drawn for another CP size", "ranks would hold parts of blocks"),
-    ("TP that does not divide the target's heads", "they are split evenly"),
-    ("ranks that are no multiple of TP × CP × PP", "data parallelism takes whole replicas"),
+    Rule("PP with `feature_memory_gib`", "a stage cannot keep what the others compute", _feature_memory),
+    Rule("CP with anchors drawn for another CP size", "ranks would hold parts of blocks", _anchors_of_another_layout),
+    Rule("packed rows shorter than the longest sample", "documents are not split", _packed_length),
+    Rule("`block_attention=flex` without CUDA", "its kernel is CUDA's", _flex_without_cuda),
 )
 
 
@@ -224,6 +307,6 @@ def render_tables(tested: list[str]) -> str:
         lines.append(f"| {axis.name} | `{axis.setting}` | {axis.what} | {with_it} |")
     lines += ["", f"Tested: {', '.join(tested)}."]
     lines += ["", "| refused | because |", "|---|---|"]
-    lines += [f"| {rule.refused} | {rule.because} |" for rule in RULES]
-    lines += [f"| {refused} | {because} |" for refused, because in RUN_RULES]
+    every = (*RULES, *TARGET_RULES, *RUN_RULES, *RANK_RULES)
+    lines += [f"| {rule.refused} | {rule.because} |" for rule in every]
     return "\n".join(lines) + "\n"

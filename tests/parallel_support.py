@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -273,3 +274,18 @@ def compared(output: Path) -> list[dict[str, Any]]:
     """The logged lines of a run, without what the clock decides."""
     lines = read_metrics(output, "train") + read_metrics(output, "validation")
     return [{name: value for name, value in line.items() if name not in UNCOMPARED} for line in lines]
+
+
+def assert_equal_metrics(
+    found: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]], tolerance: float = 1e-10
+) -> None:
+    """Lines of `compared` have the same metrics; one without anything to average is NaN, or None, in both."""
+    assert len(found) == len(expected) > 0
+    for line, other in zip(found, expected, strict=True):
+        assert line.keys() == other.keys()
+        for name, value in line.items():
+            wanted = other[name]
+            if isinstance(wanted, float):
+                wanted = pytest.approx(wanted, rel=tolerance, abs=tolerance, nan_ok=True)
+            same = value == wanted
+            assert same, f"{line['split']} {name} differs: {value} and {other[name]}"

@@ -1,6 +1,5 @@
 """Context parallelism: who holds which rows, and that a run equals one process under the same rule for anchors."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from megatron_dspark.errors import DSparkError
 from tests.distributed import RankPool
 from tests.parallel_support import (
     Record,
+    assert_equal_metrics,
     assert_equal_runs,
     compared,
     run,
@@ -76,32 +76,14 @@ def references(folder: Path) -> dict[int, Record]:
     }
 
 
-def assert_equal_metrics(found: Path, expected: Path) -> None:
-    ours, theirs = compared(found), compared(expected)
-    assert len(ours) == len(theirs) > 0
-    for line, other in zip(ours, theirs, strict=True):
-        assert line.keys() == other.keys()
-        for name, value in line.items():
-            if isinstance(value, str):
-                assert value == other[name]
-            else:
-                assert math.isclose(value, other[name], rel_tol=TOLERANCE, abs_tol=TOLERANCE) or (
-                    math.isnan(value) and math.isnan(other[name])
-                ), (name, value, other[name])
-
-
 PACKED = {"packing": True, "packed_length": 144}
+# What the matrix of layouts does not have.
 TWO: dict[str, dict[str, Any]] = {
-    "CP2": {},
     "CP2-recompute-micro-batches": {"recompute": True, "micro_batch_size": 1},
-    "CP2-packed": PACKED,
     "CP2-packed-memory": {**PACKED, "feature_memory_gib": 0.1, "micro_batch_size": 1},
     "CP2-dense-distributed": {"block_attention": "dense", "optimizer.distributed": True},
 }
-FOUR: dict[str, dict[str, Any]] = {
-    "CP4-packed": {**PACKED, "parallel.context": 4},
-    "CP2-DP2-packed": {**PACKED, "micro_batch_size": 1},
-}
+FOUR: dict[str, dict[str, Any]] = {"CP4-packed": {**PACKED, "parallel.context": 4}}
 
 
 def check(name: str, changes: dict[str, Any], pool: RankPool, folder: Path, references: Any, tmp_path: Path) -> None:
@@ -110,7 +92,7 @@ def check(name: str, changes: dict[str, Any], pool: RankPool, folder: Path, refe
     records = pool.run(run, values.as_dict())
     size = changes["parallel.context"]
     assert_equal_runs(records, references[size], TOLERANCE)
-    assert_equal_metrics(tmp_path / "run", folder / f"reference{size}")
+    assert_equal_metrics(compared(tmp_path / "run"), compared(folder / f"reference{size}"), TOLERANCE)
     for record in records:
         assert record.report == records[0].report, name
 

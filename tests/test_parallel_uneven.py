@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,7 @@ from tests.distributed import RankPool
 from tests.parallel_support import (
     CONVERSATIONS,
     Record,
+    assert_equal_metrics,
     assert_equal_runs,
     compared,
     run,
@@ -16,7 +18,7 @@ from tests.parallel_support import (
     save_target,
     settings,
 )
-from tests.test_parallel_matrix import CELLS
+from tests.test_parallel_matrix import CELLS, Cell
 
 NOTHING = CONVERSATIONS[2]
 # Four conversations a step: with two ranks one of them always has nothing to train on, or both have.
@@ -24,49 +26,74 @@ DATA = {
     "one-of-four": (NOTHING, CONVERSATIONS[1], NOTHING, NOTHING),
     "none": (NOTHING, NOTHING, NOTHING, NOTHING),
 }
-LAYOUTS = [cell for cell in CELLS if cell.name in ("TP2-SP", "PP2", "PP2-VPP2", "DP2", "DP2-DO")]
+NAMES = ("TP2-SP", "PP2", "PP2-VPP2", "PP4", "DP2", "DP2-DO", "DP2-packed", "CP2", "CP2-packed")
+LAYOUTS = [cell for cell in CELLS if cell.name in NAMES]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uneven")
     save_target(folder / "target")
-    for name, conversations in DATA.items():
+    for name, conversations in {**DATA, "all": CONVERSATIONS}.items():
         save_conversations(folder / f"{name}.jsonl", conversations)
     return folder
 
 
-@pytest.fixture(scope="module", params=DATA)
-def reference(request: pytest.FixtureRequest, folder: Path) -> tuple[str, Record]:
-    data = str(folder / f"{request.param}.jsonl")
-    changes = {"data": data, "validation": data}
-    return request.param, run(0, 1, settings(folder, folder / request.param, **changes).as_dict())
+class References:
+    """What one process makes of each data set, once for every way in which that matters."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._records = folder, {}
+
+    def of(self, name: str, **changes: Any) -> tuple[Record, list[dict[str, Any]]]:
+        key = str((name, sorted(changes.items())))
+        if key not in self._records:
+            output = self.folder / f"reference-{len(self._records)}"
+            record = run(0, 1, settings(self.folder, output, **self.data(name), **changes).as_dict())
+            self._records[key] = record, compared(output)
+        return self._records[key]
+
+    def data(self, name: str) -> dict[str, str]:
+        return dict.fromkeys(("data", "validation"), str(self.folder / f"{name}.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def references(folder: Path) -> References:
+    return References(folder)
 
 
 @pytest.mark.parametrize("cell", LAYOUTS, ids=lambda cell: cell.name)
 @pytest.mark.parametrize("normalizer", ["tokens", "weights"])
+@pytest.mark.parametrize("name", DATA)
 def test_uneven_work_equals_one_process(
-    cell: object,
-    normalizer: str,
-    folder: Path,
-    reference: tuple[str, Record],
-    two_ranks: RankPool,
-    tmp_path: Path,
+    name: str, normalizer: str, cell: Cell, references: References, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    name, expected = reference
-    data = str(folder / f"{name}.jsonl")
-    changes = {"data": data, "validation": data, "objective.normalizer": normalizer}
-    if normalizer == "weights":
-        expected = run(0, 1, settings(folder, tmp_path / "one", **changes).as_dict())
-    records = two_ranks.run(run, settings(folder, tmp_path / "run", **changes, **cell.settings()).as_dict())
-    assert_equal_runs(records, expected)
-    for line in compared(tmp_path / "run"):
+    pool: RankPool = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[cell.ranks])
+    changes = {"objective.normalizer": normalizer}
+    expected, lines = references.of(name, anchor_context_parallel=cell.context, **changes)
+    values = settings(references.folder, tmp_path / "run", **references.data(name), **changes, **cell.settings())
+    assert_equal_runs(pool.run(run, values.as_dict()), expected)
+    found = compared(tmp_path / "run")
+    assert_equal_metrics(found, lines)
+    for line in found:
         if line["split"] == "train":
             assert (line["grad_norm"] > 0) == (name != "none"), json.dumps(line)
 
 
-def test_the_metrics_are_those_of_the_samples_that_have_any(folder: Path, reference: tuple[str, Record]) -> None:
-    name, _ = reference
-    train = compared(folder / name)[0]
+@pytest.mark.parametrize("name", ["PP2", "PP2-VPP2"])
+def test_micro_batches_that_the_stages_do_not_divide(
+    name: str, references: References, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    """The interleaved schedule takes a multiple of the stages: what is missing are micro-batches without a sample."""
+    cell = next(cell for cell in CELLS if cell.name == name)
+    expected, _ = references.of("all", global_batch_size=3, micro_batch_size=3)
+    changes = {**references.data("all"), "global_batch_size": 3, **cell.settings()}
+    records = two_ranks.run(run, settings(references.folder, tmp_path / "run", **changes).as_dict())
+    assert_equal_runs(records, expected)
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_the_metrics_are_those_of_the_samples_that_have_any(name: str, references: References) -> None:
+    _, lines = references.of(name, anchor_context_parallel=1, **{"objective.normalizer": "tokens"})
     samples = 4
-    assert train["anchors_per_sample"] == (3 / samples if name == "one-of-four" else 0.0)
+    assert lines[0]["anchors_per_sample"] == (3 / samples if name == "one-of-four" else 0.0)

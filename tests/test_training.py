@@ -237,7 +237,7 @@ def test_refuses_before_any_file_is_made(reference: tuple[Path, dict[str, torch.
         ({"parallel.context": 0}, "parallel.context must be at least 1"),
         ({"steps": 0}, "steps must be at least 1"),
         ({"validation_samples": 0}, "validation_samples must be at least 1, and it is 0"),
-        ({"parallel.tensor": 0}, "parallel.tensor must be at least 1 rank, and it is 0"),
+        ({"parallel.tensor": 0}, "parallel.tensor must be at least 1, and it is 0"),
         ({"optimizer.warmup_share": 1.5}, "warmup_share must be in"),
     ]
     for change, sentence in refusals:

@@ -104,11 +104,6 @@ class Sampler:
         self.global_batch_size = global_batch_size
         self._permutation: tuple[int, Tensor] | None = None
 
-    @property
-    def num_micro_batches(self) -> int:
-        """Micro-batches of one rank in one optimizer step, the most of them when rows are packed."""
-        return -(-self.global_batch_size // (self.dealer.micro_batch_size * self.dealer.ranks))
-
     def sample_at(self, position: int) -> tuple[int, ChatSample]:
         """Return (epoch, sample) at `position` of the stream."""
         epoch, index = divmod(position, len(self.samples))

@@ -25,7 +25,6 @@ from megatron_dspark.features.target_attention import (
     document_runs,
     with_document_attention,
 )
-from megatron_dspark.model.norm import DraftRMSNorm
 from megatron_dspark.parallel_rules import check_target_split
 from megatron_dspark.targets.folder import read_target_config
 
@@ -189,14 +188,16 @@ def load_target(
     provider.make_vocab_size_divisible_by = 1
     provider.params_dtype = transformer.params_dtype
     provider.bf16, provider.fp16 = transformer.bf16, transformer.fp16
-    if transformer.transformer_impl == "local":
-        _use_plain_modules(provider, local_layer_spec)
-    layer_spec = provider.transformer_layer_spec
-    provider.transformer_layer_spec = lambda config: with_document_attention(layer_spec(config))
+    local = transformer.transformer_impl == "local"
+    if local:
+        _use_plain_modules(provider)
+    if local and transformer.sequence_parallel:
+        provider.transformer_layer_spec = plain_block_spec
+    else:
+        layer_spec = local_layer_spec if local else provider.transformer_layer_spec
+        provider.transformer_layer_spec = lambda config: with_document_attention(layer_spec(config))
     # Transformer Engine's fused kernel takes one table of angles for all rows, and packed rows have their own.
     provider.apply_rope_fusion = False
-    if transformer.sequence_parallel and transformer.transformer_impl == "local":
-        provider.transformer_layer_spec = plain_block_spec
     provider.finalize()
     with _no_bar_in_a_pipe():
         chunks = provider.provide_distributed_model(
@@ -220,9 +221,8 @@ def _no_bar_in_a_pipe() -> Iterator[None]:
         console.quiet = before
 
 
-def _use_plain_modules(provider: Any, layer_spec: Any) -> None:
+def _use_plain_modules(provider: Any) -> None:
     """Build the target without Transformer Engine and without fused kernels."""
-    provider.transformer_layer_spec = layer_spec
     provider.transformer_impl = "local"
     for fusion in (
         "gradient_accumulation_fusion",
@@ -235,19 +235,27 @@ def _use_plain_modules(provider: Any, layer_spec: Any) -> None:
         setattr(provider, fusion, False)
 
 
-def plain_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Return one stage's layers for sequence parallelism, which Megatron-Core's local norm refuses.
+class PlainNorm:
+    """Makes the norm that Megatron-Core's own wrapper makes, and refuses under sequence parallelism.
 
     A frozen norm needs nothing for it but to be applied to the rows at hand.
     """
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.RMSNorm:  # type: ignore[misc]
+        """Return a norm over the last `hidden_size` features."""
+        return torch.nn.RMSNorm(hidden_size, eps=eps)
+
+
+def plain_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Return one stage's layers, with norms that work under sequence parallelism."""
     from megatron.bridge.models.gpt_provider import local_layer_spec
 
     layer = with_document_attention(local_layer_spec(config))
     parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = DraftRMSNorm
+    parts.input_layernorm = parts.pre_mlp_layernorm = PlainNorm
     if config.qk_layernorm:
-        parts.self_attention.submodules.q_layernorm = DraftRMSNorm
-        parts.self_attention.submodules.k_layernorm = DraftRMSNorm
+        parts.self_attention.submodules.q_layernorm = PlainNorm
+        parts.self_attention.submodules.k_layernorm = PlainNorm
     return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=DraftRMSNorm
+        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage), layer_norm=PlainNorm
     )

@@ -10,6 +10,7 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from megatron_dspark.context_shards import ContextShard
 
@@ -103,9 +104,8 @@ class DocumentAttention(MegatronModule):
     def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend from the last rows of a document that has the rows of `key`."""
         queries, keys = query.shape[0], key.shape[0]
-        mask = None
-        if queries != keys:
-            mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+        # A bias object and no tensor: CUDA's flash kernel takes no mask, and the one that does holds every score.
+        mask = causal_lower_right(queries, keys) if queries != keys else None
         query, key, value = (rows.permute(1, 2, 0, 3) for rows in (query, key, value))
         attended = torch.nn.functional.scaled_dot_product_attention(
             query,

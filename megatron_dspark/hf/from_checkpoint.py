@@ -16,14 +16,6 @@ from megatron_dspark.hf.local_paths import without_local_paths
 from megatron_dspark.parallel import process_groups
 from megatron_dspark.training.checkpoint import Checkpoint, find_checkpoint, load_draft_weights
 
-# An export spreads the draft by tensor parallelism alone, whatever the layout of the run was.
-ONE_REPLICA = {
-    "sequence_parallel": False,
-    "context_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None,
-}
-
 
 def export_checkpoint(
     run: str | Path,
@@ -58,10 +50,13 @@ def export_checkpoint(
     config = DSparkModelConfig.from_dict(checkpoint.run["model"])
     config.target_path = config.replicas_path = None
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    for name, value in {**ONE_REPLICA, "tensor_model_parallel_size": ranks}.items():
-        setattr(config.transformer, name, value)
+    # An export spreads the draft by tensor parallelism alone, whatever the layout of the run was.
+    transformer = config.transformer
+    transformer.tensor_model_parallel_size, transformer.sequence_parallel = ranks, False
+    transformer.context_parallel_size = transformer.pipeline_model_parallel_size = 1
+    transformer.virtual_pipeline_model_parallel_size = None
     # The checkpoint fills every parameter: drawing random ones first would cost more than reading it.
-    config.transformer.perform_initialization = False
+    transformer.perform_initialization = False
     config.validate(ranks)
     with process_groups(ranks, seed=0) as groups:
         model = DSparkModelBuilder(config).build_model(groups)

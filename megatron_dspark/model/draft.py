@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
@@ -17,9 +18,8 @@ from torch import Tensor
 from megatron_dspark.blocks import NO_ANCHOR, BlockLayout, count_samples, lay_out_blocks, visible_rows
 from megatron_dspark.config import DSparkModelConfig
 from megatron_dspark.context_shards import ContextShard, shard_context
-from megatron_dspark.errors import DSparkError
 from megatron_dspark.model.attention import DraftAttentionInputs, rotary_tables
-from megatron_dspark.model.backbone import draft_layer_spec, linear_backend
+from megatron_dspark.model.backbone import draft_layer_spec
 from megatron_dspark.model.block_attention import block_attention
 from megatron_dspark.model.heads import MARKOV_HEADS, ConfidenceHead, VocabParallelTable
 from megatron_dspark.model.norm import DraftRMSNorm
@@ -48,11 +48,12 @@ class DSparkDraft(MegatronModule):
 
         self.embed_tokens = table()
         self.embed_tokens.weight.requires_grad_(config.train_embeddings)
-        # fc reads whole rows and gives whole rows, under sequence parallelism too.
+        # fc reads whole rows and gives whole rows, under sequence parallelism too; Transformer Engine's column-parallel
+        # linear cannot gather its output.
         whole_rows = copy.copy(transformer)
         whole_rows.sequence_parallel = False
         self.fc = build_module(
-            linear_backend(transformer).column_parallel_linear(),
+            LocalSpecProvider().column_parallel_linear(),
             config.tap_width,
             transformer.hidden_size,
             config=whole_rows,
@@ -127,11 +128,31 @@ class DSparkDraft(MegatronModule):
         if self.pg_collection.cp.size() > 1:
             documents = torch.zeros_like(input_ids) if documents is None else documents
             shard = shard_context(documents, self.pg_collection.cp.size(), self.pg_collection.cp.rank())
+            shard.refuse_split_blocks(self._lay_out(input_ids, loss_mask, anchors, positions, documents))
             anchors = shard.own_anchors(anchors)
         if self.config.sequence_parallel:
             # Sequence-parallel ranks hold equally many slots.
             anchors = pad_to_multiple(anchors, self.config.tensor_model_parallel_size, dim=1, value=NO_ANCHOR)
-        layout = lay_out_blocks(
+        layout = self._lay_out(input_ids, loss_mask, anchors, positions, documents)
+        hidden = self.block_hidden(layout, taps, positions, documents, shard, seen)
+        if shard is not None:
+            # Teacher rows are counted among this rank's own.
+            rows = layout.label_rows
+            layout = replace(layout, label_rows=shard.local.gather(1, rows.flatten(1)).view_as(rows))
+        rows = self.supervised_rows(layout, hidden, final_hidden)
+        # Every context-parallel rank has the sample, and metrics are summed over them: one counts it.
+        rows.num_anchor_samples = count_samples(loss_mask, documents) if self.pg_collection.cp.rank() == 0 else 0
+        return rows
+
+    def _lay_out(
+        self,
+        input_ids: Tensor,
+        loss_mask: Tensor,
+        anchors: Tensor,
+        positions: Tensor | None,
+        documents: Tensor | None,
+    ) -> BlockLayout:
+        return lay_out_blocks(
             input_ids,
             loss_mask,
             anchors,
@@ -140,13 +161,6 @@ class DSparkDraft(MegatronModule):
             positions=positions,
             documents=documents,
         )
-        hidden = self.block_hidden(layout, taps, positions, documents, shard, seen)
-        if shard is not None:
-            layout = _with_local_teacher(layout, shard)
-        rows = self.supervised_rows(layout, hidden, final_hidden)
-        # Every context-parallel rank has the sample, and metrics are summed over them: one counts it.
-        rows.num_anchor_samples = count_samples(loss_mask, documents) if self.pg_collection.cp.rank() == 0 else 0
-        return rows
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Return every part's sharded state, layer by layer.
@@ -290,19 +304,6 @@ class DSparkDraft(MegatronModule):
             return None
         features = torch.cat([hidden, embedding], dim=-1) if self.dspark_config.confidence_head_with_markov else hidden
         return self.confidence_head(features.detach() if self.dspark_config.detach_confidence_features else features)
-
-
-def _with_local_teacher(layout: BlockLayout, shard: ContextShard) -> BlockLayout:
-    """Return `layout` with teacher rows counted among this rank's own."""
-    rows = layout.label_rows.flatten(1)
-    foreign = layout.supervised.flatten(1) & (shard.owner.gather(1, rows) != shard.rank)
-    if bool(foreign.any()):
-        row = int(rows[foreign][0])
-        raise DSparkError(
-            f"a block needs the target's output at row {row}, which another context-parallel rank holds; draw anchors "
-            f"for context parallelism of size {shard.size} (anchor_context_parallel)"
-        )
-    return replace(layout, label_rows=shard.local.gather(1, rows).view_as(layout.label_rows))
 
 
 def pad_to_multiple(values: Tensor, size: int, dim: int, value: int) -> Tensor:

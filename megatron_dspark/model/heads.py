@@ -18,6 +18,7 @@ class VocabParallelTable(VocabParallelEmbedding):
     def __init__(
         self, rows: int, width: int, vocab_size: int, config: TransformerConfig, pg_collection: ProcessGroupCollection
     ) -> None:
+        @torch.no_grad()
         def initialise(weight: Tensor) -> None:
             # Initialised on the CPU, `weight` is the whole table: how many rows of padding a layout adds must not
             # change what is drawn next. A GPU hands over its own rows, drawn from its own generator.

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from megatron_dspark.blocks import document_positions
 from megatron_dspark.config import DSparkModelConfig
-from megatron_dspark.errors import DSparkError
 from megatron_dspark.features.colocated import FrozenTarget
 from megatron_dspark.model.draft import DSparkDraft
 from megatron_dspark.objective.loss import ObjectiveConfig, dspark_loss
@@ -42,7 +41,6 @@ class DSparkModel(MegatronModule):
         self.pre_process, self.post_process = pre_process, post_process
         self.target = target
         self.draft = DSparkDraft(config, padded_vocab_size, pg_collection) if post_process else None
-        self.forward_pipeline = False
         self._received: Tensor | None = None
         self.objective_config = ObjectiveConfig(
             ce_weight=config.ce_loss_weight,
@@ -108,17 +106,8 @@ class DSparkModel(MegatronModule):
         return self
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Take the previous pipeline stage's payload; the schedules call it on the first stage too, with None.
-
-        Raises:
-            DSparkError: the schedule's communicator would wait for gradients, which a frozen target does not send.
-        """
+        """Take the previous pipeline stage's payload; the schedules call it on the first stage too, with None."""
         self._received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
-        if not (self.pre_process and self.post_process) and not self.forward_pipeline:
-            raise DSparkError(
-                "pipeline stages of a frozen target send nothing backwards, and this schedule would wait for it; give "
-                "it the communicator of megatron_dspark.training.setup.forward_communicator"
-            )
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Return the draft's sharded state alone, nothing on a stage without it."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject
@@ -49,7 +49,12 @@ def checkpoints_folder(output: str | Path) -> Path:
 
 
 def load_checkpoint(
-    checkpoint: Checkpoint, model: Any, optimizer: Any, scheduler: Any, layout: dict[str, int]
+    checkpoint: Checkpoint,
+    model: Any,
+    optimizer: Any,
+    scheduler: Any,
+    stages: torch.distributed.ProcessGroup,
+    layout: dict[str, int],
 ) -> dict[str, Any] | None:
     """Load parameters, optimizer and scheduler in place; every rank calls it, in any layout.
 
@@ -58,6 +63,7 @@ def load_checkpoint(
         model: the model inside its wrappers; None on pipeline stages without the draft.
         optimizer: Megatron-Core optimizer.
         scheduler: Megatron-Core parameter scheduler.
+        stages: the pipeline stages' group.
         layout: how this job is laid out.
 
     Returns:
@@ -68,7 +74,7 @@ def load_checkpoint(
     """
     if model is not None:
         _give_state(optimizer)
-    wanted = sharded_state(model, optimizer, scheduler, loading=True)
+    wanted = sharded_state(model, optimizer, scheduler, stages, loading=True)
     if checkpoint.run["layout"] == layout:
         wanted["rank"] = _of_this_rank(None)
     state = _read(checkpoint.folder, wanted)
@@ -216,10 +222,21 @@ def _open(folder: Path) -> Checkpoint:
     return Checkpoint(folder, run["step"], run)
 
 
-def sharded_state(model: Any | None, optimizer: Any, scheduler: Any, loading: bool) -> dict[str, Any]:
+def sharded_state(
+    model: Any | None,
+    optimizer: Any,
+    scheduler: Any,
+    stages: torch.distributed.ProcessGroup,
+    loading: bool,
+) -> dict[str, Any]:
     """Return Megatron-Core's sharded state of a run: the same files load in another layout.
 
-    `model` is None on pipeline stages without the draft, which have no optimizer state either.
+    Args:
+        model: None on pipeline stages without the draft, which have no optimizer state either.
+        optimizer: Megatron-Core optimizer.
+        scheduler: Megatron-Core parameter scheduler.
+        stages: the pipeline stages' group.
+        loading: whether the state is to be loaded into.
     """
     state: dict[str, Any] = {"model": {}, "optimizer": {}, "scheduler": scheduler.state_dict()}
     if model is not None:
@@ -228,7 +245,6 @@ def sharded_state(model: Any | None, optimizer: Any, scheduler: Any, loading: bo
         state["optimizer"] = optimizer.sharded_state_dict(
             state["model"], is_loading=loading, metadata={"distrib_optim_sharding_type": "fully_reshardable"}
         )
-    stages = parallel_state.get_pipeline_model_parallel_group()
     if stages.size() > 1 and not loading:
         # Megatron-Core stores what is no tensor (parameter groups, the step count) from the first rank, and it is the
         # last stage that has the optimizer.

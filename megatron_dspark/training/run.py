@@ -177,7 +177,7 @@ class _Run:
         self.window, self.validated_step = Window(), None
         own = None
         if checkpoint is not None:
-            own = load_checkpoint(checkpoint, self.module, self.optimizer, self.scheduler, self.layout)
+            own = load_checkpoint(checkpoint, self.module, self.optimizer, self.scheduler, groups.pp, self.layout)
             self.step, self.metrics = checkpoint.step, checkpoint.run["metrics"]
             if own is not None:
                 self.window.load_state_dict(own["window"], platform.device())
@@ -374,9 +374,12 @@ class _Run:
             tokens_per_second=timed_tokens / seconds,
             padding_share=1 - tokens / places,
         )
+        # The largest of all ranks: the first one may be a stage without the draft.
+        peak = torch.tensor(peak_memory_bytes(), dtype=torch.float64, device=platform.device())
+        torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
         metrics.update(
             step_seconds=seconds / window.timed_steps,
-            peak_memory_gib=peak_memory_bytes() / 2**30,
+            peak_memory_gib=float(peak) / 2**30,
         )
         if self.feed is not None:
             metrics["data_wait_share"] = self.feed.lap() / seconds
@@ -402,7 +405,7 @@ class _Run:
             "layout": self.layout,
             "code": code_version(),
         }
-        state = sharded_state(self.module, self.optimizer, self.scheduler, loading=False)
+        state = sharded_state(self.module, self.optimizer, self.scheduler, self.groups.pp, loading=False)
         own = rank_state({"rng": rng_state(), "window": self.window.state_dict()})
         self.writer.save(self.step, {**state, **own}, run)
 

@@ -8,11 +8,10 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megatron_dspark import platform
 from megatron_dspark.config import DSparkModelConfig, default_target_layer_ids, draft_transformer_config
 from megatron_dspark.data.sampler import AnchorRule
 from megatron_dspark.errors import DSparkError
-from megatron_dspark.parallel_rules import check_target_split
+from megatron_dspark.parallel_rules import check_run, check_target_split
 from megatron_dspark.targets.folder import TargetConfig
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -221,8 +220,6 @@ class TrainSettings:
                 raise DSparkError(f"{name} must be at least 1, and it is {getattr(self, name)}")
         if self.max_length < 2:
             raise DSparkError(f"max_length must be at least 2 tokens, and it is {self.max_length}")
-        if self.parallel.tensor < 1:
-            raise DSparkError(f"parallel.tensor must be at least 1 rank, and it is {self.parallel.tensor}")
         self._validate_checkpoints()
         if self.feature_memory_gib < 0:
             raise DSparkError(f"feature_memory_gib must not be negative, and it is {self.feature_memory_gib}")
@@ -254,30 +251,15 @@ class TrainSettings:
             raise DSparkError(
                 f"transformer_impl is {self.transformer_impl!r} and must be 'local' or 'transformer_engine'"
             )
-        if self.block_attention == "flex" and not platform.has_cuda():
-            raise DSparkError("block_attention is 'flex', which needs CUDA, and there is none here; use 'prefix'")
         for name, size in (
             ("parallel.tensor", self.parallel.tensor),
+            ("parallel.pipeline", self.parallel.pipeline),
             ("parallel.context", self.parallel.context),
             ("anchor_context_parallel", self.anchor_rule.context_parallel_size),
         ):
             if size < 1:
                 raise DSparkError(f"{name} must be at least 1, and it is {size}")
-        if self.packed_length is not None and (not self.packing or self.packed_length < self.max_length):
-            raise DSparkError(
-                f"packed_length is {self.packed_length} with packing {self.packing} and max_length {self.max_length}; "
-                "set packing, and rows that hold the longest sample"
-            )
-        if self.parallel.context not in (1, self.anchor_rule.context_parallel_size):
-            raise DSparkError(
-                f"anchor_context_parallel is {self.anchor_context_parallel} and parallel.context "
-                f"{self.parallel.context}, whose ranks would hold parts of blocks; set both to the same size"
-            )
-        if self.feature_memory_gib and self.parallel.pipeline > 1:
-            raise DSparkError(
-                f"feature_memory_gib is {self.feature_memory_gib} and parallel.pipeline {self.parallel.pipeline}: a "
-                "stage cannot keep what the others compute; set feature_memory_gib to 0"
-            )
+        check_run(self)
         optimizer = self.optimizer
         if not 0 <= optimizer.warmup_share < 1:
             raise DSparkError(f"optimizer.warmup_share must be in [0, 1), and it is {optimizer.warmup_share}")

@@ -34,7 +34,7 @@ def build_training(
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer_settings.distributed
     )
-    models = DSparkModelBuilder(config).build_distributed_models(
+    models = DSparkModelBuilder(config, forward_communicator=True).build_distributed_models(
         groups, ddp_config=ddp, mixed_precision_wrapper=Float16Module, data_parallel_random_init=False
     )
     weighted = config.loss_normalizer == "weights"
@@ -92,8 +92,6 @@ def forward_communicator(models: list[Any], groups: ProcessGroupCollection) -> F
     """Return what carries payloads between the pipeline stages, for the schedules; None without a pipeline."""
     if groups.pp.size() == 1:
         return None
-    for stage in map(unwrap_model, models):
-        stage.forward_pipeline = True
     return ForwardCommunicator(groups.pp, get_model_config(models[0]))
 
 
