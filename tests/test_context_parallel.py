@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dspark.blocks import draw_anchors
+from megatron_dspark.blocks import BlockLayout, draw_anchors, lay_out_blocks
 from megatron_dspark.context_shards import blocks_within_shard, owners, padded_length, shard_context
 from megatron_dspark.errors import DSparkError
 from tests.distributed import RankPool
@@ -57,6 +57,22 @@ def test_anchors_have_their_whole_block_on_one_rank(size: int, tokens: int) -> N
         assert bool(allowed[anchor]) == (len({owner[row] for row in rows}) == 1)
     drawn = draw_anchors(torch.ones(tokens, dtype=torch.bool), tokens, seed=1, epoch=0, sample_id="s", within=allowed)
     assert set(drawn.tolist()) == set(allowed[:-1].nonzero().flatten().tolist())
+
+
+def test_blocks_across_ranks_are_refused_by_every_rank() -> None:
+    """Rows 4 … 7 of sixteen are the second rank's, and the label of slot 1 is taught by row 4."""
+    documents, anchors = torch.zeros(1, 16, dtype=torch.int64), torch.tensor([[3, -1]])
+    mask = torch.ones(1, 16, dtype=torch.bool)
+
+    def blocks(last: int) -> BlockLayout:
+        supervised = mask & (torch.arange(16) <= last)
+        return lay_out_blocks(documents, supervised, anchors, block_size=4, mask_token_id=0, documents=documents)
+
+    for rank in range(2):
+        shard = shard_context(documents, 2, rank)
+        shard.refuse_split_blocks(blocks(last=4))
+        with pytest.raises(DSparkError, match="the target's output at row 4, which another context-parallel rank"):
+            shard.refuse_split_blocks(blocks(last=5))
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +127,7 @@ def test_four_ranks_equal_one(
     check(name, FOUR[name], four_ranks, folder, references, tmp_path)
 
 
+@pytest.mark.usefixtures("references")
 def test_anchors_of_another_layout_are_refused(folder: Path, tmp_path: Path) -> None:
     values = settings(folder, tmp_path / "run", **{"parallel.context": 2}, anchor_context_parallel=4)
     with pytest.raises(DSparkError, match=r"anchor_context_parallel is 4 and parallel.context 2"):

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_dspark.builder import DSparkModelBuilder
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.features.pipeline import join_payload, split_payload
-from megatron_dspark.model.model import DSparkModel
+from megatron_dspark.training.report import read_metrics
+from megatron_dspark.training.run import train
+from megatron_dspark.training.settings import settings_from_dict
 from tests.distributed import RankPool
 from tests.megatron import process_groups, tiny_config
 from tests.parallel_support import Record, assert_equal_runs, run, save_conversations, save_target, settings
@@ -72,12 +75,26 @@ def test_checkpoints_move_in_and_out_of_a_pipeline(
     assert_equal_runs([run(0, 1, settings(folder, tmp_path / "two-to-one", **every).as_dict())], expected)
 
 
-def test_another_communicator_is_refused() -> None:
-    config = tiny_config(dtype=torch.float64)
-    stage = DSparkModel(config, 128, process_groups(), post_process=False)
-    assert list(stage.parameters()) == []
-    with pytest.raises(DSparkError, match="send nothing backwards"):
-        stage.set_input_tensor([None])
+def test_another_loop_is_refused() -> None:
+    """Its schedule would wait for gradients, on every stage but the first without a word."""
+    change = {"pipeline_model_parallel_size": 2}
+    config = tiny_config(dtype=torch.float64, transformer=change, target_path="a target")
+    with pytest.raises(DSparkError, match="send nothing backwards, which this loop's schedule would wait for"):
+        DSparkModelBuilder(config).build_model(process_groups())
+
+
+def losses(rank: int, size: int, values: dict[str, Any]) -> list[float]:
+    train(settings_from_dict(values))
+    return [line["loss"] for line in read_metrics(values["output"], "train")]
+
+
+@pytest.mark.parametrize("layout", ["PP2", "PP2-VPP2", "PP2-DO", "TP2-SP"])
+def test_half_precision_trains_in_layouts(layout: str, folder: Path, two_ranks: RankPool, tmp_path: Path) -> None:
+    """Payloads, wrappers and optimizers of stages without a draft in the type that real runs have."""
+    changes = {**PIPELINES, "TP2-SP": {"parallel.tensor": 2, "parallel.sequence": True}}[layout]
+    expected = losses(0, 1, settings(folder, tmp_path / "one", precision="bf16").as_dict())
+    found = two_ranks.run(losses, settings(folder, tmp_path / "two", precision="bf16", **changes).as_dict())
+    assert found[0] == pytest.approx(expected, rel=2e-2) and len(expected) == 2
 
 
 def test_payload_of_another_width_is_refused() -> None:
