@@ -54,6 +54,12 @@ def main(
     offline: Annotated[
         bool, typer.Option("--offline", help="Run the target once (precompute), then train without it: same numbers.")
     ] = False,
+    features: Annotated[
+        str, typer.Option(help="How --offline stores features: float32 (the same numbers), bfloat16, float8_e4m3fn.")
+    ] = "float32",
+    settings: Annotated[
+        list[str], typer.Option("--set", help="Change a setting of the training run, e.g. parallel.context=2.")
+    ] = [],  # noqa: B006
 ) -> None:
     """Train and verify a DSpark drafter for SmolLM2-135M-Instruct on cooking recipes."""
     started = time.time()
@@ -75,10 +81,13 @@ def main(
         for name in ("train", "heldout"):
             megatron_dspark(
                 *("precompute", "--recipe", recipe, "--target", target, "--data", data / f"{name}.jsonl"),
-                *("--dtype", "float32", "--output", data / f"{name}-features"),
+                *("--dtype", features, "--output", data / f"{name}-features"),
                 ranks=CORES,
             )
-    trained = megatron_dspark("train", "--recipe", recipe, *source, "--output", run, "--steps", steps, ranks=CORES)
+    changes = [word for setting in settings for word in ("--set", setting)]
+    trained = megatron_dspark(
+        *("train", "--recipe", recipe, *source, "--output", run, "--steps", steps, *changes), ranks=CORES
+    )
     if not (draft / "config.json").exists():
         megatron_dspark("export", run, "--output", draft)
     # Side by side, one core each: a verification runs on one thread. One of them may write into the drafter's record.
