@@ -23,7 +23,7 @@ from megatron_dspark.training.settings import TrainSettings, override, settings_
 
 TINY = Path(__file__).resolve().parent.parent / "examples" / "tiny_target"
 # Depends on the machine and its load alone.
-TIMES = {"tokens_per_second", "step_seconds", "peak_memory_gib", "seconds"}
+TIMES = {"tokens_per_second", "step_seconds", "peak_memory_gib", "seconds", "data_wait_share"}
 
 # A hook is called after every optimizer step with the run and its completed steps, this one not counted yet.
 Hook = Callable[[Any, int], None]

@@ -13,9 +13,13 @@ from typer.testing import CliRunner
 
 from megatron_dspark.cli import app
 from megatron_dspark.errors import DSparkError
+from megatron_dspark.features.cache.options import PrecomputeOptions
+from megatron_dspark.features.cache.precompute import precompute
 from megatron_dspark.training import run as run_module
 from megatron_dspark.training.checkpoint import checkpoints_folder, find_checkpoint, published
 from megatron_dspark.training.run import train
+from megatron_dspark.training.settings import TrainSettings
+from tests.cache_support import precompute_options
 from tests.distributed import RankPool
 from tests.resume_support import (
     TINY,
@@ -28,22 +32,35 @@ from tests.resume_support import (
 
 STOP = 5
 # Step 5 ends at sample 20, and a logging window is open.
-PLACES = [pytest.param(30, id="mid-epoch"), pytest.param(20, id="epoch-edge")]
-LAYOUTS: list[Any] = [
-    pytest.param({"micro_batch_size": 2}, id="DP2"),
-    pytest.param({"parallel.tensor": 2}, id="TP2"),
-    pytest.param({"micro_batch_size": 1, "optimizer.distributed": True, "precision": "bf16"}, id="DP2-sharded-bf16"),
-]
+MIDDLE, EDGE = 30, 20
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "DP2-mid-epoch": (MIDDLE, {"micro_batch_size": 2}),
+    "DP2-epoch-edge": (EDGE, {"micro_batch_size": 2}),
+    "TP2-mid-epoch": (MIDDLE, {"parallel.tensor": 2}),
+    "TP2-epoch-edge": (EDGE, {"parallel.tensor": 2}),
+    "DP2-sharded-bf16": (MIDDLE, {"micro_batch_size": 1, "optimizer.distributed": True, "precision": "bf16"}),
+    "PP2": (MIDDLE, {"micro_batch_size": 1, "parallel.pipeline": 2}),
+    "CP2": (MIDDLE, {"parallel.context": 2}),
+    "DP2-packed": (MIDDLE, {"micro_batch_size": 1, "packing": True, "packed_length": 200}),
+    "DP2-cache": (MIDDLE, {"micro_batch_size": 2}),
+}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("samples", PLACES)
-def test_stop_and_resume_change_nothing(
-    layout: dict[str, Any], samples: int, two_ranks: RankPool, tmp_path: Path
-) -> None:
+def from_cache(settings: TrainSettings) -> dict[str, Any]:
+    """Precompute the features of a run's data; return the settings that read them instead."""
+    folder = Path(settings.data).parent
+    for name, data in (("train", settings.data), ("heldout", settings.validation)):
+        precompute(PrecomputeOptions(**precompute_options(Path(str(data)), folder / f"{name}-features")))
+    cached = {"features": folder / "train-features", "validation_features": folder / "heldout-features"}
+    return {**cached, "validation": "null", "data": "", "target": ""}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stop_and_resume_change_nothing(name: str, two_ranks: RankPool, tmp_path: Path) -> None:
     """12 steps in one go, saved at once, against 5, a signal to one rank, and 7, saved in the background."""
-    if samples == 20 and "optimizer.distributed" in layout:
-        pytest.skip("the epoch's edge does not depend on the optimizer")
+    samples, layout = CASES[name]
+    if "cache" in name:
+        layout = {**layout, **from_cache(resume_settings(tmp_path, samples))}
     whole = resume_settings(tmp_path / "whole", samples, **layout)
     expected = two_ranks.run(rank_that_is_told_to_stop, whole.as_dict(), None)
     parts = resume_settings(tmp_path / "parts", samples, **layout, **{"checkpoint.asynchronous": True})
@@ -73,19 +90,62 @@ def test_stop_and_resume_change_nothing(
     assert run["progress"] == {"step": 12, "consumed_samples": 48}
 
 
+# Ranks, what the layout changes, and the step after which the next one takes over: always inside a logging window.
+CHAIN: list[tuple[int, dict[str, Any], int | None]] = [
+    (2, {"parallel.tensor": 2}, 2),
+    (1, {}, 5),
+    (2, {"micro_batch_size": 2}, 7),
+    (2, {"micro_batch_size": 1, "parallel.pipeline": 2}, 10),
+    (2, {"parallel.context": 2}, None),
+]
+
+
+def dealt(reports: list[tuple[dict[str, Any], list[Any]]]) -> list[dict[str, Any]]:
+    """Return of every step: sample → its anchors, over all ranks; those of one sample must agree."""
+    steps = []
+    for ranks in zip(*(seen for _, seen in reports), strict=True):
+        samples: dict[str, Any] = {}
+        for names, *_ in ranks:
+            for identities, anchors in names:
+                for identity, own in zip(identities, anchors, strict=True):
+                    assert samples.setdefault(identity, own) == own, identity
+        steps.append(samples)
+    return steps
+
+
 def test_layouts_follow_each_other(two_ranks: RankPool, tmp_path: Path) -> None:
-    """TP 2, one rank, DP 2, each in the middle of a logging window: the losses of an uninterrupted run of one rank."""
-    settings = resume_settings(tmp_path, **{"steps": 12})
-    whole = resume_settings(tmp_path / "whole", **{"steps": 12})
-    train(whole)
-    two_ranks.run(rank_that_is_told_to_stop, {**settings.as_dict(), "parallel": {"tensor": 2}}, 4)
-    assert rank_that_is_told_to_stop(0, 1, settings.as_dict(), 8)[0]["steps"] == 8
-    two_ranks.run(rank_that_is_told_to_stop, {**settings.as_dict(), "micro_batch_size": 2}, None)
-    ours, theirs = metrics_without_times(settings.output), metrics_without_times(whole.output)
+    """TP 2, one rank, DP 2, PP 2, CP 2: the samples, anchors and losses of an uninterrupted run of one rank."""
+    # Anchors that suit two context-parallel ranks, in every layout.
+    rule = {"anchor_context_parallel": 2}
+    whole = resume_settings(tmp_path / "whole", **rule)
+    expected = dealt([rank_that_is_told_to_stop(0, 1, whole.as_dict(), None)])
+    seen = []
+    for ranks, layout, stop in CHAIN:
+        settings = resume_settings(tmp_path, **rule, **layout).as_dict()
+        if ranks == 1:
+            reports = [rank_that_is_told_to_stop(0, 1, settings, stop)]
+        else:
+            reports = two_ranks.run(rank_that_is_told_to_stop, settings, stop)
+        assert {report["steps"] for report, _ in reports} == {stop or 12}
+        seen += dealt(reports)
+    assert seen == expected and all(len(samples) == 4 for samples in seen)
+    output = tmp_path / "run"
+    layouts = [
+        json.loads((path / "run.json").read_text())["layout"] for path in published(output / "checkpoints").values()
+    ]
+    assert [(each["tensor"], each["pipeline"], each["context"], each["world_size"]) for each in layouts] == [
+        (2, 1, 1, 2),
+        (1, 1, 1, 1),
+        (1, 1, 1, 2),
+        (1, 2, 1, 2),
+        (1, 1, 2, 2),
+    ]
+    ours, theirs = metrics_without_times(output), metrics_without_times(whole.output)
     assert [(line["split"], line["step"]) for line in ours] == [(line["split"], line["step"]) for line in theirs]
-    for line, expected in zip(ours, theirs, strict=True):
-        assert math.isclose(line["loss"], expected["loss"], rel_tol=1e-6), (line["split"], line["step"])
-        assert line["supervised_slots_per_block"] == pytest.approx(expected["supervised_slots_per_block"], rel=1e-12)
+    for line, expected_line in zip(ours, theirs, strict=True):
+        assert math.isclose(line["loss"], expected_line["loss"], rel_tol=1e-6), (line["split"], line["step"])
+        for name in ("supervised_slots_per_block", "learning_rate"):
+            assert line.get(name) == pytest.approx(expected_line.get(name), rel=1e-12), name
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """A run starts from a draft that exists, whoever wrote it, and refuses one that means something else."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from megatron_dspark.training.report import read_metrics
 from megatron_dspark.training.run import train
 from megatron_dspark.training.settings import TrainSettings
 from megatron_dspark.training.warm_start import open_warm_start, start_from_draft
+from tests.distributed import RankPool
 from tests.hf_support import SETTINGS, Tensors, random_tensors, tiny_config, write_folder
 from tests.test_hf_import import LAYOUTS, deepspec, specforge, write_target
 from tests.test_hf_round_trip import build
-from tests.test_training import tiny_settings
+from tests.test_training import run_rank, tiny_settings
 
 
 def write_draft(folder: Path, tensors: Tensors, layout: Any = deepspec, **settings: Any) -> Path:
@@ -93,6 +95,45 @@ def test_a_run_goes_on_from_an_export_where_the_other_ended(tmp_path: Path) -> N
     assert began[0]["loss"] != pytest.approx(ended[0]["loss"], rel=1e-3)
     # The optimizer's first step starts from these weights too, not from the ones that it saw when it was made.
     assert read_metrics(tmp_path / "second", "train")[0]["loss"] < ended[0]["loss"]
+
+
+@pytest.mark.parametrize("trained", [(False, False), (True, True), (False, True)], ids=["frozen", "trained", "thawed"])
+def test_a_run_goes_on_from_a_checkpoint_where_the_other_ended(
+    trained: tuple[bool, bool], two_ranks: RankPool, tmp_path: Path
+) -> None:
+    """Bit for bit in its layout, to rounding in another; frozen tables may be thawed, and not the other way round."""
+    first, second = ({"draft.train_lm_head": each, "draft.train_embeddings": each} for each in trained)
+    train(tiny_settings(tmp_path / "first", steps=2, save_interval=2, validation_interval=2, **first))
+    run = {"steps": 1, "warm_start": tmp_path / "first", **second}
+    train(tiny_settings(tmp_path / "second", **run))
+    ended, began = (read_metrics(tmp_path / name, "validation") for name in ("first", "second"))
+    for name in ("loss", "tau", "accept_rate", "top1_agreement@0"):
+        assert began[0][name] == ended[-1][name] != ended[0][name], name
+    assert read_metrics(tmp_path / "second", "train")[0]["loss"] < ended[0]["loss"]
+    step = {**run, "warm_start": tmp_path / "first" / "checkpoints" / "step-0000002"}
+    layout = {"micro_batch_size": 1, "parallel.pipeline": 2} if trained[0] else {"parallel.tensor": 2}
+    two_ranks.run(run_rank, tiny_settings(tmp_path / "two", **step, **layout).as_dict())
+    assert read_metrics(tmp_path / "two", "validation")[0]["loss"] == pytest.approx(ended[-1]["loss"], rel=1e-6)
+    if trained[0]:
+        with pytest.raises(DSparkError, match=r"warm_start .*trained the embeddings .*draft\.train_embeddings=true"):
+            train(tiny_settings(tmp_path / "third", steps=1, warm_start=tmp_path / "first"))
+        assert not (tmp_path / "third").exists()
+
+
+def test_a_checkpoint_of_another_draft_or_target_is_refused(tmp_path: Path) -> None:
+    train(tiny_settings(tmp_path / "first", steps=1, save_interval=1))
+    start = {"steps": 1, "warm_start": tmp_path / "first"}
+    with pytest.raises(DSparkError, match=r"warm_start .*the folder's draft has markov_rank = \d+ and .* 8"):
+        train(tiny_settings(tmp_path / "second", **start, **{"draft.markov_rank": 8}))
+    description = tmp_path / "first/checkpoints/step-0000001/run.json"
+    run = json.loads(description.read_text())
+    run["target"] |= {"name": "another", "fingerprint": "0"}
+    description.write_text(json.dumps(run))
+    with pytest.raises(DSparkError, match=r"warm_start .*trained against the target another and .*holds another one"):
+        train(tiny_settings(tmp_path / "second", **start))
+    (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(DSparkError, match=r"warm_start .*empty: the run has no checkpoint yet"):
+        train(tiny_settings(tmp_path / "second", steps=1, warm_start=tmp_path / "empty"))
 
 
 def test_refused_before_any_file_is_made(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,20 +90,26 @@ def load_checkpoint(
     return state.get("rank")
 
 
-def load_draft_weights(checkpoint: Checkpoint, model: Any, optimizer: Any = None) -> None:
-    """Load the draft's parameters alone into a model of any tensor-parallel size.
+def load_draft_weights(
+    checkpoint: Checkpoint, model: Any | None, optimizer: Any = None, keep: Collection[str] = ()
+) -> None:
+    """Load the draft's parameters alone into a model of any layout; every rank calls it.
 
     Args:
         checkpoint: where from.
-        model: the model inside its wrappers.
+        model: the model inside its wrappers; None on pipeline stages without the draft.
         optimizer: Megatron-Core's optimizer of a run that starts from these weights: its FP32 masters are made anew,
             or its first step would write the masters' old values back.
+        keep: parameters that stay what they are, whatever the checkpoint holds.
 
     Raises:
         DSparkError: see `load_checkpoint`.
     """
-    state = _read(checkpoint.folder, {"model": model.sharded_state_dict()})
-    model.load_state_dict(state["model"])
+    wanted = {} if model is None else model.sharded_state_dict()
+    state = _read(checkpoint.folder, {"model": {name: part for name, part in wanted.items() if name not in keep}})
+    if model is not None:
+        own = model.state_dict() if keep else {}
+        model.load_state_dict({**{name: own[name] for name in keep if name in own}, **state["model"]})
     if optimizer is not None:
         optimizer.reload_model_params()
 
@@ -240,6 +247,8 @@ def sharded_state(
     """
     state: dict[str, Any] = {"model": {}, "optimizer": {}, "scheduler": scheduler.state_dict()}
     if model is not None:
+        if not loading:
+            _begin_moments(optimizer)
         state["model"] = model.sharded_state_dict()
         # The layout of a distributed optimizer's state that loads at another data-parallel size; others ignore it.
         state["optimizer"] = optimizer.sharded_state_dict(
@@ -254,6 +263,25 @@ def sharded_state(
         if model is None:
             state["optimizer"] = told[0]
     return state
+
+
+def _begin_moments(optimizer: Any) -> None:
+    """Give an optimizer that has not stepped yet the moments that its first step would begin with.
+
+    In fp16 the first steps may all be skipped; a checkpoint without moments could not be loaded.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.optimizer is None or part.optimizer.state:
+            continue
+        part.init_state_fn(part.optimizer, part.config)
+        _begin_step_counts(part)
+
+
+def _begin_step_counts(part: Any) -> None:
+    # Megatron-Core leaves out a count of 0, and PyTorch's Adam counts in a tensor; others count in their groups.
+    if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+        for state in part.optimizer.state.values():
+            state.setdefault("step", torch.tensor(0.0))
 
 
 def _give_state(optimizer: Any) -> None:
@@ -280,6 +308,8 @@ def _separate_step_counts(optimizer: Any) -> None:
     for inner in _over_torch_adam(optimizer):
         for state in inner.optimizer.state.values():
             state["step"] = state["step"].clone()
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        _begin_step_counts(part)
 
 
 def _over_torch_adam(optimizer: Any) -> list[DistributedOptimizer]:

@@ -1,6 +1,7 @@
 """A training run from settings to checkpoints: read top to bottom."""
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,7 @@ from megatron_dspark.training.checkpoint import (
 from megatron_dspark.training.code_version import code_version
 from megatron_dspark.training.interruption import Interruption
 from megatron_dspark.training.job import lost_ranks, sole_writer
+from megatron_dspark.training.loss_scale import loss_scaler, update
 from megatron_dspark.training.offline import open_features
 from megatron_dspark.training.rank_state import rng_state, set_rng_state
 from megatron_dspark.training.report import Reporter, peak_memory_bytes
@@ -52,7 +54,7 @@ from megatron_dspark.training.setup import (
     forward_communicator,
 )
 from megatron_dspark.training.step import forward_step_dspark
-from megatron_dspark.training.warm_start import WarmStart, open_warm_start, start_from_draft
+from megatron_dspark.training.warm_start import WarmStart, open_warm_start, warm_start_model
 from megatron_dspark.training.window import Window
 
 
@@ -157,7 +159,7 @@ class _Run:
         samples: Sequence[ChatSample],
         held_out: Sequence[ChatSample],
         checkpoint: Checkpoint | None,
-        warm_start: WarmStart | None,
+        warm_start: WarmStart | Checkpoint | None,
         feed: FeatureFeed | None = None,
     ) -> None:
         self.settings, self.config, self.target, self.data, self.groups = settings, config, target, data, groups
@@ -172,7 +174,7 @@ class _Run:
             start_from_bigrams(draft, samples, config.markov_rank)
             self.optimizer.reload_model_params()
         if warm_start is not None:
-            start_from_draft(draft, warm_start)
+            warm_start_model(self.module, warm_start)
             self.optimizer.reload_model_params()
         self.window, self.validated_step = Window(), None
         own = None
@@ -265,8 +267,11 @@ class _Run:
             if self.feed is not None:
                 self.feed.close()
 
-    def optimizer_step(self) -> tuple[list[dict[str, torch.Tensor]], list[MicroBatch], float]:
-        """Run one optimizer step; return its micro-batch reports, this rank's micro-batches and the gradient norm."""
+    def optimizer_step(self) -> tuple[list[dict[str, torch.Tensor]], list[MicroBatch], float | None]:
+        """Run one optimizer step; return its micro-batch reports, this rank's micro-batches and the gradient norm.
+
+        The norm is None when fp16 overflowed and the step was skipped.
+        """
         batches = list(self.sampler.step_batches(self.step * self.settings.global_batch_size))
         for model in self.models:
             model.zero_grad_buffer()
@@ -275,14 +280,15 @@ class _Run:
         reports = self._pass(batches, forward_only=False, following=following)
         self._refuse_non_finite(f"step {self.step + 1}", reports, batches)
         self.learning_rate = max(group["lr"] for group in self.optimizer.param_groups)
-        updated, grad_norm, _ = self.optimizer.step()
-        if not updated:
-            raise DSparkError(
-                f"step {self.step + 1} has a gradient that is not finite; lower the learning rate or look at the data "
-                f"(samples {[name for batch in batches for name in batch.sample_ids]})"
+        done = update(self.optimizer, self.step + 1, [name for batch in batches for name in batch.sample_ids])
+        if done.grad_norm is not None:
+            self.scheduler.step(increment=1)
+        else:
+            self.reporter.say(
+                f"step {self.step + 1} is skipped: its gradients overflow fp16 at the loss scale {done.loss_scale:g}; "
+                f"the next one has {done.next_loss_scale:g}"
             )
-        self.scheduler.step(increment=1)
-        return reports, batches, float(grad_norm)
+        return reports, batches, done.grad_norm
 
     def _pass(
         self, batches: list[MicroBatch], forward_only: bool, following: int | None = None
@@ -367,10 +373,13 @@ class _Run:
         counts = torch.tensor(counts, dtype=torch.float64, device=platform.device())
         torch.distributed.all_reduce(counts, group=self.groups.dp)
         tokens, places, timed_tokens = counts.tolist()
+        scaler = loss_scaler(self.optimizer)
+        fp16 = {} if scaler is None else {"loss_scale": float(scaler.scale), "skipped_steps": window.skipped}
         metrics = self.reduce(
             window.reports,
-            grad_norm=window.grad_norm,
+            grad_norm=math.nan if window.grad_norm is None else window.grad_norm,
             learning_rate=self.learning_rate,
+            **fp16,
             tokens_per_second=timed_tokens / seconds,
             padding_share=1 - tokens / places,
         )

@@ -73,6 +73,12 @@ class OptimizerSettings:
     adam_beta2: float = 0.95
     adam_eps: float = 1e-8
     clip_grad: float = 1.0
+    initial_loss_scale: float = 65536.0
+    """fp16 alone: what the loss is multiplied by at first. An overflow skips the step; from the second on it halves."""
+    min_loss_scale: float = 1.0
+    """Lowest loss scale: gradients that overflow at it end the run."""
+    loss_scale_window: int = 1000
+    """Steps without an overflow after which the loss scale doubles."""
     distributed: bool = False
     """Shard optimizer state over data-parallel ranks (Megatron-Core's distributed optimizer)."""
 
@@ -127,7 +133,8 @@ class TrainSettings:
     """Folder of the run: checkpoints, metrics, TensorBoard."""
 
     warm_start: str | None = None
-    """Folder of a draft to start from, in any layout that `megatron-dspark import` reads; None starts at random."""
+    """What to start from: a draft's folder in any layout that `megatron-dspark import` reads, or another run's folder
+    or one of its checkpoints; None starts at random."""
     steps: int = 1000
     global_batch_size: int = 32
     micro_batch_size: int = 4
@@ -267,6 +274,15 @@ class TrainSettings:
             raise DSparkError(
                 f"optimizer.min_learning_rate {optimizer.min_learning_rate} must lie between 0 and learning_rate "
                 f"{optimizer.learning_rate}"
+            )
+        if not 0 < optimizer.min_loss_scale <= optimizer.initial_loss_scale:
+            raise DSparkError(
+                f"optimizer.min_loss_scale {optimizer.min_loss_scale:g} must lie between 0 and initial_loss_scale "
+                f"{optimizer.initial_loss_scale:g}"
+            )
+        if optimizer.loss_scale_window < 1:
+            raise DSparkError(
+                f"optimizer.loss_scale_window must be at least 1 step, and it is {optimizer.loss_scale_window}"
             )
         if optimizer.decay_style not in ("cosine", "linear", "constant"):
             raise DSparkError(f"optimizer.decay_style is {optimizer.decay_style!r}; use cosine, linear or constant")

@@ -53,6 +53,9 @@ def build_training(
             clip_grad=optimizer_settings.clip_grad,
             bf16=settings.precision == "bf16",
             fp16=settings.precision == "fp16",
+            initial_loss_scale=optimizer_settings.initial_loss_scale,
+            min_loss_scale=optimizer_settings.min_loss_scale,
+            loss_scale_window=optimizer_settings.loss_scale_window,
             params_dtype=config.transformer.params_dtype,
             use_distributed_optimizer=optimizer_settings.distributed,
         ),
@@ -114,6 +117,8 @@ _FREE_TO_CHANGE |= {"block_attention", "checkpoint", "time_limit_minutes", "time
 _FREE_TO_CHANGE |= {"objective.chunk_bytes", "objective.kernel", "draft.markov_start", "warm_start"}
 _FREE_TO_CHANGE |= {"anchor_context_parallel", "packing", "packed_length", "feature_memory_gib"}
 _FREE_TO_CHANGE |= {"features", "validation_features", "feature_workers"}
+# The scale itself is in the checkpoint.
+_FREE_TO_CHANGE |= {"optimizer.initial_loss_scale"}
 
 
 def check_resumable(
@@ -161,11 +166,13 @@ def check_resumable(
             f"anchor_context_parallel to {before}, choose another output, or accept it with --allow "
             "anchor_context_parallel"
         )
+    # What the version that saved did not know behaved like its default.
+    saved = {**_by_path(TrainSettings().as_dict()), **saved}
     for name, value in now.items():
         free = {name, name.split(".")[0]} & (_FREE_TO_CHANGE | allowed)
-        if not free and saved.get(name) != value:
+        if not free and saved[name] != value:
             raise DSparkError(
-                f"{name} was {saved.get(name)!r} in the checkpoint of step {checkpoint.step} and is now {value!r}, "
+                f"{name} was {saved[name]!r} in the checkpoint of step {checkpoint.step} and is now {value!r}, "
                 f"which would change the result; restore it, choose another output, or accept it with --allow {name}"
             )
 

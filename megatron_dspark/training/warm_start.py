@@ -1,9 +1,10 @@
-"""Starting a run from a draft that exists: an export of another run, or another tool's draft in any known layout.
+"""Starting a run from a draft that exists: another run's checkpoint, its export, or another tool's draft.
 
 The one place where training reads what `hf/` writes: files come back in by the door through which they went out.
 """
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,25 +15,30 @@ from megatron_dspark.hf.convert import OpenedDraft as WarmStart
 from megatron_dspark.hf.convert import open_draft
 from megatron_dspark.hf.foreign import REPLICAS
 from megatron_dspark.targets.folder import read_frozen_tables, read_target_config
+from megatron_dspark.training.checkpoint import Checkpoint, find_checkpoint, load_draft_weights
 
 if TYPE_CHECKING:
     from megatron_dspark.model.draft import DSparkDraft
 
 
-def open_warm_start(folder: str, config: DSparkModelConfig) -> WarmStart:
+def open_warm_start(folder: str, config: DSparkModelConfig) -> WarmStart | Checkpoint:
     """Open the draft that a run starts from, and refuse one that means something else than `config`'s.
 
     Frozen replicas stay the target's own, to the last bit: an export in bfloat16 holds rounded ones, and the teacher
     reads them. Trained ones are the folder's.
 
     Args:
-        folder: a draft in any layout that `hf.convert.open_draft` reads.
+        folder: a draft in any layout that `hf.convert.open_draft` reads, or a run's folder (its newest checkpoint), or
+            one `step-…` folder of it.
         config: the run's model config, with `target_path` or `replicas_path`.
 
     Raises:
         DSparkError: the folder cannot be read; its draft differs from the run's in a setting, which is named; or it
             holds an embedding or LM head that was trained, and the run would freeze the target's.
     """
+    path = Path(folder)
+    if (path / "checkpoints").is_dir() or path.name == "checkpoints" or path.name.startswith("step-"):
+        return _open_checkpoint(folder, config)
     opened = open_draft(folder, config.target_path or config.replicas_path)
     try:
         refuse_another_draft(settings_from_model(config), settings_from_config(opened.config))
@@ -55,6 +61,50 @@ def open_warm_start(folder: str, config: DSparkModelConfig) -> WarmStart:
                     "another draft"
                 )
     return opened._replace(tensors=opened.tensors.taking_from_target(frozen))
+
+
+def _open_checkpoint(folder: str, config: DSparkModelConfig) -> Checkpoint:
+    checkpoint = find_checkpoint(folder)
+    if checkpoint is None:
+        raise DSparkError(f"warm_start {folder}: the run has no checkpoint yet; wait for one, or name another folder")
+    saved = DSparkModelConfig.from_dict(checkpoint.run["model"])
+    try:
+        refuse_another_draft(settings_from_model(config), settings_from_model(saved))
+    except DSparkError as error:
+        raise DSparkError(f"warm_start {folder}: {error}") from None
+    for table in ("embeddings", "lm_head"):
+        if getattr(saved, f"train_{table}") and not getattr(config, f"train_{table}"):
+            raise DSparkError(
+                f"warm_start {folder}: its run trained the {table} (draft.train_{table}) and this one would freeze the "
+                f"target's; set draft.train_{table}=true, or start from another draft"
+            )
+    target = read_target_config(config.target_path or config.replicas_path, any_architecture=True)
+    if not (config.train_embeddings and config.train_lm_head):
+        theirs = checkpoint.run["target"]
+        if theirs["fingerprint"] != target.fingerprint():
+            raise DSparkError(
+                f"warm_start {folder}: it was trained against the target {theirs['name']} and {target.folder} holds "
+                "another one; point at the same target, or start from another draft"
+            )
+    return checkpoint
+
+
+def warm_start_model(model: Any | None, opened: WarmStart | Checkpoint) -> None:
+    """Fill a run's draft from what `open_warm_start` returned; every rank calls it, in any layout.
+
+    Args:
+        model: the stage that holds the draft, None on the other stages.
+        opened: a draft's folder, or another run's checkpoint.
+    """
+    if not isinstance(opened, Checkpoint):
+        start_from_draft(None if model is None else model.draft, opened)
+        return
+    kept: list[str] = []
+    if model is not None:
+        config = model.draft.dspark_config
+        trained = {REPLICAS[0]: config.train_embeddings, REPLICAS[1]: config.train_lm_head}
+        kept = [f"draft.{name}" for name in (*REPLICAS, "teacher_lm_head.weight") if not trained.get(name)]
+    load_draft_weights(opened, model, keep=kept)
 
 
 def start_from_draft(draft: "DSparkDraft | None", opened: WarmStart) -> None:

@@ -15,18 +15,23 @@ class Window:
 
     Attributes:
         tokens, places: this rank's tokens of the window, and those with the padding.
-        grad_norm: of the last step.
+        grad_norm: of the last step that the optimizer took; None before the first.
+        skipped: steps that it did not take.
         timed_tokens, timed_steps: the part of the window that this process ran; only these belong to its seconds.
     """
 
     def __init__(self) -> None:
         self._names: list[str] = []
         self._sums: Tensor | None = None
-        self.tokens, self.places, self.grad_norm = 0, 0, 0.0
+        self.tokens, self.places, self.skipped = 0, 0, 0
+        self.grad_norm: float | None = None
         self.timed_tokens, self.timed_steps = 0, 0
 
-    def add(self, reports: Sequence[dict[str, Tensor]], batches: Sequence[MicroBatch], grad_norm: float) -> None:
-        """Add one optimizer step: its micro-batches, their reports (none on a rank without the draft), the norm."""
+    def add(self, reports: Sequence[dict[str, Tensor]], batches: Sequence[MicroBatch], grad_norm: float | None) -> None:
+        """Add one optimizer step: its micro-batches, their reports (none on a rank without the draft), the norm.
+
+        A step that the optimizer skipped has no norm; its losses were measured all the same.
+        """
         if reports:
             self._names = sorted(reports[0])
             step = torch.stack([torch.stack([report[name] for name in self._names]) for report in reports]).sum(0)
@@ -36,7 +41,10 @@ class Window:
         self.places += sum(batch.input_ids.numel() for batch in batches)
         self.timed_tokens += tokens
         self.timed_steps += 1
-        self.grad_norm = grad_norm
+        if grad_norm is None:
+            self.skipped += 1
+        else:
+            self.grad_norm = grad_norm
 
     @property
     def reports(self) -> list[dict[str, Tensor]]:
@@ -46,12 +54,13 @@ class Window:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's sums as plain values."""
         sums = [] if self._sums is None else self._sums.tolist()
-        counts = {"tokens": self.tokens, "places": self.places, "grad_norm": self.grad_norm}
+        counts = {"tokens": self.tokens, "places": self.places, "skipped": self.skipped, "grad_norm": self.grad_norm}
         return {"names": self._names, "sums": sums, **counts}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Go on from `state_dict()`."""
         self.tokens, self.places, self.grad_norm = state["tokens"], state["places"], state["grad_norm"]
+        self.skipped = state.get("skipped", 0)
         self._names = list(state["names"])
         self._sums = torch.tensor(state["sums"], dtype=torch.float64, device=device) if state["names"] else None
 
@@ -72,5 +81,6 @@ class Window:
             # Context-parallel ranks all count the tokens of their whole rows.
             "tokens": sum(state["tokens"] for state in states) // repeated,
             "places": sum(state["places"] for state in states) // repeated,
-            "grad_norm": states[0]["grad_norm"],
+            # The same on every rank.
+            **{name: states[0][name] for name in ("skipped", "grad_norm")},
         }
