@@ -154,6 +154,6 @@ def test_settings(tmp_path: Path) -> None:
     for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window"):
         del saved["settings"]["optimizer"][name]
     description.write_text(json.dumps(saved))
-    with pytest.raises(DSparkError, match="loss_scale_window was 1000 in .* is now 5"):
+    with pytest.raises(DSparkError, match=r"loss_scale_window was 1000 in .* is now 5"):
         run(1, None, resume_settings(tmp_path, steps=2, **{"optimizer.loss_scale_window": 5}))  # type: ignore[arg-type]
     assert run(1, None, resume_settings(tmp_path, steps=2))[0][0]["steps"] == 2  # type: ignore[arg-type]
