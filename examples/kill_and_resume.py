@@ -9,6 +9,7 @@ of a step, of a save, or of the start. After each the newest checkpoint must be 
 import argparse
 import json
 import multiprocessing
+import os
 import random
 import sys
 import tempfile
@@ -39,7 +40,10 @@ def train(settings: TrainSettings) -> None:
     """Run in a process of its own."""
     from megatron_dspark.training.run import train as run
 
-    sys.stderr = open("/dev/null", "w")  # noqa: SIM115
+    # What Megatron-Core logs would get between the result, which alone goes to standard output.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
     run(settings)
 
 
