@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,29 @@ def test_a_time_limit_stops_with_its_own_exit_code(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*command, "--resume-from", "1"])
     assert result.exit_code == 0, result.output
     assert find_checkpoint(settings.output).step == 5
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_stops_with_the_same_exit_code(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, handlers = (
+        resume_settings(tmp_path),
+        [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)],
+    )
+    original = run_module._Run.optimizer_step
+
+    def interrupted(self: Any) -> Any:
+        if self.step == 1:
+            os.kill(os.getpid(), number)
+        return original(self)
+
+    monkeypatch.setattr(run_module._Run, "optimizer_step", interrupted)
+    command = ["train", "--recipe", str(TINY.parent.parent / "recipes/tiny_target.py:debug"), "--json"]
+    command += ["--target", settings.target, "--data", settings.data, "--output", settings.output]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 75, result.output
+    assert find_checkpoint(settings.output).step == 2
+    assert f'"stopped": "{signal.Signals(number).name}"' in result.output
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)] == handlers
 
 
 def test_a_clock_that_goes_backwards_changes_nothing(
