@@ -25,7 +25,7 @@ from tests.resume_support import (
 )
 
 # Overflows in the first steps, and again whenever three steps went well and the scale doubles.
-FP16 = {"precision": "fp16", "optimizer.initial_loss_scale": 2**20, "optimizer.loss_scale_window": 3}
+FP16 = {"precision": "fp16", "optimizer.initial_loss_scale": 2**12, "optimizer.loss_scale_window": 3}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "DP2-sharded": (2, {"micro_batch_size": 2, "optimizer.distributed": True}),
@@ -61,7 +61,7 @@ def test_skipped_steps_resume_bit_for_bit(name: str, two_ranks: RankPool, tmp_pa
 
     lines = [line for line in metrics_without_times(whole.output) if line["split"] == "train"]
     skipped = sum(line["skipped_steps"] for line in lines)
-    assert lines[0]["skipped_steps"] == 1 and lines[0]["grad_norm"] is None and lines[0]["loss_scale"] == 2**20
+    assert lines[0]["skipped_steps"] == 1 and lines[0]["grad_norm"] is None and lines[0]["loss_scale"] == 2**12
     assert 4 <= skipped <= 10 and lines[-1]["grad_norm"] > 0
     # Neither the schedule nor Adam counts a skipped step.
     first, last = (contents(parts.output, step, tmp_path) for step in (2, 12))
@@ -89,12 +89,12 @@ def refused(rank: int, size: int, settings: dict[str, Any]) -> str:
 
 
 def test_overflow_at_the_lowest_scale_ends_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
-    lowest = {**FP16, "optimizer.min_loss_scale": 2**19, "save_interval": 1}
+    lowest = {**FP16, "optimizer.min_loss_scale": 2**11, "save_interval": 1}
     settings = resume_settings(tmp_path, **lowest, **LAYOUTS["PP2"][1])
     said = two_ranks.run(refused, settings.as_dict())
     # Twice at the first scale, then at half of it.
     sentence = (
-        "the gradients of step 3 overflow fp16 at the lowest loss scale, 524288 (optimizer.min_loss_scale); train"
+        "the gradients of step 3 overflow fp16 at the lowest loss scale, 2048 (optimizer.min_loss_scale); train"
     )
     assert all(each.startswith(sentence) for each in said)
     assert find_checkpoint(settings.output).step == 2
@@ -139,7 +139,7 @@ def test_what_becomes_of_a_step() -> None:
 
 def test_settings(tmp_path: Path) -> None:
     for change, sentence in (
-        ({"min_loss_scale": 2**17}, "min_loss_scale 131072 must lie between 0 and initial_loss_scale 65536"),
+        ({"min_loss_scale": 2**13}, "min_loss_scale 8192 must lie between 0 and initial_loss_scale 4096"),
         ({"min_loss_scale": 0}, "min_loss_scale 0 must lie"),
         ({"loss_scale_window": 0}, "loss_scale_window must be at least 1 step"),
     ):

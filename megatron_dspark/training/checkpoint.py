@@ -84,6 +84,7 @@ def load_checkpoint(
         # Before the optimizer's own state, whose FP32 masters hold more digits than the parameters.
         optimizer.reload_model_params()
         _take_schedule(state["optimizer"], optimizer.param_groups)
+        _restore_step_count_of_zero(state["optimizer"], optimizer)
         optimizer.load_state_dict(state["optimizer"])
         _separate_step_counts(optimizer)
     scheduler.load_state_dict(state["scheduler"])
@@ -274,14 +275,21 @@ def _begin_moments(optimizer: Any) -> None:
         if part.optimizer is None or part.optimizer.state:
             continue
         part.init_state_fn(part.optimizer, part.config)
-        _begin_step_counts(part)
+        if _counts_in_tensors(part.optimizer):
+            for state in part.optimizer.state.values():
+                state["step"] = torch.tensor(0.0)
 
 
-def _begin_step_counts(part: Any) -> None:
-    # Megatron-Core leaves out a count of 0, and PyTorch's Adam counts in a tensor; others count in their groups.
-    if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
-        for state in part.optimizer.state.values():
-            state.setdefault("step", torch.tensor(0.0))
+def _restore_step_count_of_zero(state: dict[str, Any], optimizer: Any) -> None:
+    """Put back the step count that Megatron-Core leaves out when it is 0, and PyTorch's Adam asks for."""
+    inner = state.get("optimizer", state)
+    if inner.get("state") and _counts_in_tensors(optimizer.optimizer):
+        inner["state"].setdefault("common_step", torch.tensor(0.0))
+
+
+def _counts_in_tensors(adam: Any) -> bool:
+    # Others count in their parameter groups.
+    return isinstance(adam, torch.optim.Adam | torch.optim.AdamW)
 
 
 def _give_state(optimizer: Any) -> None:
@@ -308,8 +316,6 @@ def _separate_step_counts(optimizer: Any) -> None:
     for inner in _over_torch_adam(optimizer):
         for state in inner.optimizer.state.values():
             state["step"] = state["step"].clone()
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        _begin_step_counts(part)
 
 
 def _over_torch_adam(optimizer: Any) -> list[DistributedOptimizer]:

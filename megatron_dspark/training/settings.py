@@ -73,10 +73,10 @@ class OptimizerSettings:
     adam_beta2: float = 0.95
     adam_eps: float = 1e-8
     clip_grad: float = 1.0
-    initial_loss_scale: float = 65536.0
+    initial_loss_scale: float = 4096.0
     """fp16 alone: what the loss is multiplied by at first. An overflow skips the step; from the second on it halves."""
-    min_loss_scale: float = 1.0
-    """Lowest loss scale: gradients that overflow at it end the run."""
+    min_loss_scale: float = 2.0**-16
+    """Lowest loss scale: gradients that overflow at it end the run. Below 1, since the loss is a sum over slots."""
     loss_scale_window: int = 1000
     """Steps without an overflow after which the loss scale doubles."""
     distributed: bool = False
