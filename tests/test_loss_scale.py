@@ -24,8 +24,8 @@ from tests.resume_support import (
     resume_settings,
 )
 
-# Overflows in the first steps, and again whenever three steps went well and the scale doubles.
-FP16 = {"precision": "fp16", "optimizer.initial_loss_scale": 2**12, "optimizer.loss_scale_window": 3}
+# Overflows in the first steps; doubles after every step that did not, until it overflows again.
+FP16 = {"precision": "fp16", "optimizer.initial_loss_scale": 2**12, "optimizer.loss_scale_window": 1}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
     "DP2-sharded": (2, {"micro_batch_size": 2, "optimizer.distributed": True}),
@@ -62,10 +62,10 @@ def test_skipped_steps_resume_bit_for_bit(name: str, two_ranks: RankPool, tmp_pa
     lines = [line for line in metrics_without_times(whole.output) if line["split"] == "train"]
     skipped = sum(line["skipped_steps"] for line in lines)
     assert lines[0]["skipped_steps"] == 1 and lines[0]["grad_norm"] is None and lines[0]["loss_scale"] == 2**12
-    assert 4 <= skipped <= 10 and lines[-1]["grad_norm"] > 0
+    assert 4 <= skipped <= 9
     # Neither the schedule nor Adam counts a skipped step.
     first, last = (contents(parts.output, step, tmp_path) for step in (2, 12))
-    assert first["scheduler"]["num_steps"] == 0 and last["scheduler"]["num_steps"] == 12 - skipped
+    assert [state["common_state/shard_0_1"]["scheduler"]["num_steps"] for state in (first, last)] == [0, 12 - skipped]
     moments = {key: value for key, value in last.items() if "exp_avg" in key}
     assert moments and all(value.abs().sum() > 0 for value in moments.values())
     assert all(value.abs().sum() == 0 for key, value in first.items() if "exp_avg" in key)
@@ -93,9 +93,7 @@ def test_overflow_at_the_lowest_scale_ends_every_rank(two_ranks: RankPool, tmp_p
     settings = resume_settings(tmp_path, **lowest, **LAYOUTS["PP2"][1])
     said = two_ranks.run(refused, settings.as_dict())
     # Twice at the first scale, then at half of it.
-    sentence = (
-        "the gradients of step 3 overflow fp16 at the lowest loss scale, 2048 (optimizer.min_loss_scale); train"
-    )
+    sentence = "the gradients of step 3 overflow fp16 at the lowest loss scale, 2048 (optimizer.min_loss_scale); train"
     assert all(each.startswith(sentence) for each in said)
     assert find_checkpoint(settings.output).step == 2
     # A stage without the draft begins with a fresh scaler, and the resumed job ends as one all the same.

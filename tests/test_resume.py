@@ -39,6 +39,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "DP2-epoch-edge": (EDGE, {"micro_batch_size": 2}),
     "TP2-mid-epoch": (MIDDLE, {"parallel.tensor": 2}),
     "TP2-epoch-edge": (EDGE, {"parallel.tensor": 2}),
+    "DP2-bf16": (MIDDLE, {"micro_batch_size": 2, "precision": "bf16"}),
     "DP2-sharded-bf16": (MIDDLE, {"micro_batch_size": 1, "optimizer.distributed": True, "precision": "bf16"}),
     "PP2": (MIDDLE, {"micro_batch_size": 1, "parallel.pipeline": 2}),
     "CP2": (MIDDLE, {"parallel.context": 2}),

@@ -81,8 +81,8 @@ def load_checkpoint(
     state = _read(checkpoint.folder, wanted)
     if model is not None:
         model.load_state_dict(state["model"])
-        # Before the optimizer's own state, whose FP32 masters hold more digits than the parameters.
-        optimizer.reload_model_params()
+        # The optimizer's FP32 masters come from the checkpoint, some of them in place already: making them anew from
+        # the parameters would round them.
         _take_schedule(state["optimizer"], optimizer.param_groups)
         _restore_step_count_of_zero(state["optimizer"], optimizer)
         optimizer.load_state_dict(state["optimizer"])
