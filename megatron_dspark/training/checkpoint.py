@@ -21,7 +21,6 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject
 from megatron.core.dist_checkpointing.validation import StrictHandling
-from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
 from megatron.core.pipeline_parallel.utils import get_pp_last_rank
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -29,6 +28,13 @@ from megatron_dspark import platform
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.files import read_json, sha256
 from megatron_dspark.training.no_code import refuse_code
+from megatron_dspark.training.optimizer_state import (
+    begin_moments,
+    prepare_to_load,
+    restore_step_count_of_zero,
+    separate_step_counts,
+    take_schedule,
+)
 
 RUN_FILE, LATEST_FILE, BEST_FILE = "run.json", "latest.json", "best.json"
 FORMAT_VERSION = 2
@@ -74,7 +80,7 @@ def load_checkpoint(
         DSparkError: a file is missing or altered, or the checkpoint holds other tensors than this model.
     """
     if model is not None:
-        _give_state(optimizer)
+        prepare_to_load(optimizer)
     wanted = sharded_state(model, optimizer, scheduler, stages, loading=True)
     if checkpoint.run["layout"] == layout:
         wanted["rank"] = _of_this_rank(None)
@@ -83,10 +89,10 @@ def load_checkpoint(
         model.load_state_dict(state["model"])
         # The optimizer's FP32 masters come from the checkpoint, some of them in place already: making them anew from
         # the parameters would round them.
-        _take_schedule(state["optimizer"], optimizer.param_groups)
-        _restore_step_count_of_zero(state["optimizer"], optimizer)
+        take_schedule(state["optimizer"], optimizer.param_groups)
+        restore_step_count_of_zero(state["optimizer"], optimizer)
         optimizer.load_state_dict(state["optimizer"])
-        _separate_step_counts(optimizer)
+        separate_step_counts(optimizer)
     scheduler.load_state_dict(state["scheduler"])
     return state.get("rank")
 
@@ -249,7 +255,7 @@ def sharded_state(
     state: dict[str, Any] = {"model": {}, "optimizer": {}, "scheduler": scheduler.state_dict()}
     if model is not None:
         if not loading:
-            _begin_moments(optimizer)
+            begin_moments(optimizer)
         state["model"] = model.sharded_state_dict()
         # The layout of a distributed optimizer's state that loads at another data-parallel size; others ignore it.
         state["optimizer"] = optimizer.sharded_state_dict(
@@ -264,78 +270,6 @@ def sharded_state(
         if model is None:
             state["optimizer"] = told[0]
     return state
-
-
-def _begin_moments(optimizer: Any) -> None:
-    """Give an optimizer that has not stepped yet the moments that its first step would begin with.
-
-    In fp16 the first steps may all be skipped; a checkpoint without moments could not be loaded.
-    """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.optimizer is None or part.optimizer.state:
-            continue
-        part.init_state_fn(part.optimizer, part.config)
-        if _counts_in_tensors(part.optimizer):
-            for state in part.optimizer.state.values():
-                state["step"] = torch.tensor(0.0)
-
-
-def _restore_step_count_of_zero(state: dict[str, Any], optimizer: Any) -> None:
-    """Put back the step count that Megatron-Core leaves out when it is 0, and PyTorch's Adam asks for."""
-    inner = state.get("optimizer", state)
-    if inner.get("state") and _counts_in_tensors(optimizer.optimizer):
-        inner["state"].setdefault("common_step", torch.tensor(0.0))
-
-
-def _counts_in_tensors(adam: Any) -> bool:
-    # Others count in their parameter groups.
-    return isinstance(adam, torch.optim.Adam | torch.optim.AdamW)
-
-
-def _give_state(optimizer: Any) -> None:
-    """Make a distributed optimizer over PyTorch's Adam ready to be loaded into.
-
-    Megatron-Core 0.19 asks it for its step count before it has made any state, and looks for that count among the
-    loaded tensors, where it is not. With Apex's or Transformer Engine's Adam neither happens.
-    """
-    for inner in _over_torch_adam(optimizer):
-        if inner.optimizer.state:
-            continue
-        inner._init_optimizer_states_with_dummy_values()
-        set_states = inner._set_main_param_and_optimizer_states
-
-        def set_states_but_step(parameter: Any, tensors: dict[str, Any], set_states: Any = set_states) -> None:
-            set_states(parameter, {"step": None, **tensors})
-
-        inner._set_main_param_and_optimizer_states = set_states_but_step
-
-
-def _separate_step_counts(optimizer: Any) -> None:
-    # Megatron-Core hands PyTorch's Adam one tensor as the step count of all parameters, and every step would then
-    # count once for each parameter.
-    for inner in _over_torch_adam(optimizer):
-        for state in inner.optimizer.state.values():
-            state["step"] = state["step"].clone()
-
-
-def _over_torch_adam(optimizer: Any) -> list[DistributedOptimizer]:
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [] if HAVE_APEX_OR_TE else [part for part in parts if isinstance(part, DistributedOptimizer)]
-
-
-def _take_schedule(state: Any, groups: list[dict[str, Any]]) -> None:
-    """Give saved parameter groups this run's learning rates and decays: Megatron-Core finds a group by them too."""
-    if not isinstance(state, dict):
-        return
-    kind = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-    for saved in state.get("param_groups", []):
-        for group in groups:
-            if all(saved.get(name) == group.get(name) for name in kind):
-                saved.update(
-                    {name: group[name] for name in ("max_lr", "min_lr", "start_wd", "end_wd") if name in group}
-                )
-    for value in state.values():
-        _take_schedule(value, groups)
 
 
 def rank_state(values: dict[str, Any]) -> dict[str, ShardedObject]:
