@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,15 @@ def run(ranks: int, pool: RankPool, settings: TrainSettings, stop: int | None = 
     return pool.run(rank_that_is_told_to_stop, settings.as_dict(), stop)
 
 
+def found(tree: Any, name: str) -> Iterator[Any]:
+    """Yield every value called `name` in a tree of dicts and lists."""
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        if key == name:
+            yield value
+        elif isinstance(value, dict | list | tuple):
+            yield from found(value, name)
+
+
 def scale_and_skipped(output: str) -> list[tuple[float, int]]:
     return [
         (line["loss_scale"], line["skipped_steps"])
@@ -65,7 +75,7 @@ def test_skipped_steps_resume_bit_for_bit(name: str, two_ranks: RankPool, tmp_pa
     assert 4 <= skipped <= 9
     # Neither the schedule nor Adam counts a skipped step.
     first, last = (contents(parts.output, step, tmp_path) for step in (2, 12))
-    assert [state["common_state/shard_0_1"]["scheduler"]["num_steps"] for state in (first, last)] == [0, 12 - skipped]
+    assert [list(found(state, "num_steps")) for state in (first, last)] == [[0], [12 - skipped]]
     moments = {key: value for key, value in last.items() if "exp_avg" in key}
     assert moments and all(value.abs().sum() > 0 for value in moments.values())
     assert all(value.abs().sum() == 0 for key, value in first.items() if "exp_avg" in key)
