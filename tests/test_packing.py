@@ -13,13 +13,14 @@ from megatron_dspark.training.report import read_metrics
 from tests.distributed import RankPool
 from tests.parallel_support import (
     Record,
+    assert_equal_metrics,
     assert_equal_runs,
+    compared,
     run,
     save_conversations,
     save_target,
     settings,
 )
-from tests.test_context_parallel import assert_equal_metrics
 
 
 @pytest.mark.parametrize("capacity", (40, 100, 333))
@@ -108,8 +109,8 @@ def test_packed_run_equals_unpacked(rows: int, memory: float, folder: Path, refe
         folder, tmp_path, packing=True, packed_length=140, micro_batch_size=rows, feature_memory_gib=memory
     )
     assert_equal_runs([run(0, 1, values.as_dict())], reference)
-    assert_equal_metrics(tmp_path, folder / "reference")
-    shares = [line["padding_share"] for line in read_metrics(tmp_path, "train")]
+    assert_equal_metrics(compared(tmp_path), compared(folder / "reference"))
+    shares = [line["padding_share"] for split in ("train", "validation") for line in read_metrics(tmp_path, split)]
     assert all(0 <= share < 1 for share in shares)
 
 
@@ -120,4 +121,4 @@ def test_packed_data_parallel_run_equals_unpacked(
     """With four rows a micro-batch the second rank has nothing at all, and takes part."""
     values = settings(folder, tmp_path, packing=True, packed_length=140, micro_batch_size=rows)
     assert_equal_runs(two_ranks.run(run, values.as_dict()), reference)
-    assert_equal_metrics(tmp_path, folder / "reference")
+    assert_equal_metrics(compared(tmp_path), compared(folder / "reference"))

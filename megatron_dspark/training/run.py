@@ -165,21 +165,21 @@ class _Run:
         self.settings, self.config, self.target, self.data, self.groups = settings, config, target, data, groups
         self.models, self.optimizer, self.scheduler = build_training(settings, config, groups)
         # The stage that holds the draft: None on the ranks of the other pipeline stages.
-        self.module = find_draft_stage(self.models)
+        self.draft_stage = find_draft_stage(self.models)
         self.communicator = forward_communicator(self.models, groups)
         self.step = 0
         self.metrics: dict[str, dict[str, float]] = {"first_validation": {}, "validation": {}, "train": {}}
-        draft = None if self.module is None else self.module.draft
+        draft = None if self.draft_stage is None else self.draft_stage.draft
         if checkpoint is None and settings.draft.markov_start == "bigrams":
             start_from_bigrams(draft, samples, config.markov_rank)
             self.optimizer.reload_model_params()
         if warm_start is not None:
-            warm_start_model(self.module, warm_start)
+            warm_start_model(self.draft_stage, warm_start)
             self.optimizer.reload_model_params()
         self.window, self.validated_step = Window(), None
         own = None
         if checkpoint is not None:
-            own = load_checkpoint(checkpoint, self.module, self.optimizer, self.scheduler, groups.pp, self.layout)
+            own = load_checkpoint(checkpoint, self.draft_stage, self.optimizer, self.scheduler, groups.pp, self.layout)
             self.step, self.metrics = checkpoint.step, checkpoint.run["metrics"]
             if own is not None:
                 self.window.load_state_dict(own["window"], platform.device())
@@ -193,7 +193,7 @@ class _Run:
         self.memory, self.feed = None, feed
         if settings.feature_memory_gib > 0 and feed is None:
             limit = int(settings.feature_memory_gib * 2**30)
-            self.memory = FeatureMemory(self.module.target.capture, limit)
+            self.memory = FeatureMemory(self.draft_stage.target.capture, limit)
         self.forward_backward = get_forward_backward_func()
         self.writer = CheckpointWriter(settings.output, settings.checkpoint, lambda: self.reporter.to_disk())
         if checkpoint is not None:
@@ -224,7 +224,7 @@ class _Run:
     @property
     def counts(self) -> bool:
         """Whether this rank has reports of its own: other stages have none, other tensor-parallel ranks the same."""
-        return self.module is not None and self.groups.tp.rank() == 0
+        return self.draft_stage is not None and self.groups.tp.rank() == 0
 
     def train(self, interruption: Interruption) -> TrainReport:
         """Run the steps that are left, until `interruption` says to stop."""
@@ -353,26 +353,33 @@ class _Run:
         for model in self.models:
             model.train()
         self._refuse_non_finite(f"the validation at step {self.step}", reports, self.held_out)
-        metrics = self.reduce(reports)
+        batches = self.held_out
+        tokens, places = self._summed(
+            sum(batch.num_tokens for batch in batches), sum(batch.input_ids.numel() for batch in batches)
+        )
+        metrics = self.reduce(reports, padding_share=1 - tokens / places)
         metrics["seconds"] = time.perf_counter() - started
         self.reporter.log("validation", self.step, metrics)
         return metrics
 
     def reduce(self, reports: list[dict[str, torch.Tensor]], **values: float) -> dict[str, float]:
         """Return the metrics of `reports` over data- and context-parallel ranks, and `values`, on every stage."""
-        metrics = None if self.module is None else {**reduce_report(reports, self.groups.dp_cp), **values}
+        metrics = None if self.draft_stage is None else {**reduce_report(reports, self.groups.dp_cp), **values}
         if self.communicator is None:
             return metrics
         told, last = [metrics], get_pp_last_rank(self.groups.pp)
         torch.distributed.broadcast_object_list(told, last, self.groups.pp, device=platform.device())
         return told[0]
 
+    def _summed(self, *counts: float) -> list[float]:
+        """Return the sums of `counts` over data-parallel ranks."""
+        sums = torch.tensor(counts, dtype=torch.float64, device=platform.device())
+        torch.distributed.all_reduce(sums, group=self.groups.dp)
+        return sums.tolist()
+
     def log(self, window: Window, seconds: float, seconds_left: float) -> None:
         """Log the steps of a window that took `seconds`."""
-        counts = [window.tokens, window.places, window.timed_tokens]
-        counts = torch.tensor(counts, dtype=torch.float64, device=platform.device())
-        torch.distributed.all_reduce(counts, group=self.groups.dp)
-        tokens, places, timed_tokens = counts.tolist()
+        tokens, places, timed_tokens = self._summed(window.tokens, window.places, window.timed_tokens)
         scaler = loss_scaler(self.optimizer)
         fp16 = {} if scaler is None else {"loss_scale": float(scaler.scale), "skipped_steps": window.skipped}
         metrics = self.reduce(
@@ -414,7 +421,7 @@ class _Run:
             "layout": self.layout,
             "code": code_version(),
         }
-        state = sharded_state(self.module, self.optimizer, self.scheduler, self.groups.pp, loading=False)
+        state = sharded_state(self.draft_stage, self.optimizer, self.scheduler, self.groups.pp, loading=False)
         own = rank_state({"rng": rng_state(), "window": self.window.state_dict()})
         self.writer.save(self.step, {**state, **own}, run)
 
