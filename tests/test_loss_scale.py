@@ -25,12 +25,14 @@ from tests.resume_support import (
     resume_settings,
 )
 
-# Overflows in the first steps; doubles after every step that did not, until it overflows again.
-FP16 = {"precision": "fp16", "optimizer.initial_loss_scale": 2**12, "optimizer.loss_scale_window": 1}
+# Overflows in the first steps; doubles after every step that did not, until it overflows again. Micro-batches of one
+# sample in every layout, since what overflows is the gradient of a micro-batch.
+FP16 = {"precision": "fp16", "optimizer.initial_loss_scale": 2**15, "optimizer.loss_scale_window": 1}
+FP16["micro_batch_size"] = 1
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
-    "DP2-sharded": (2, {"micro_batch_size": 2, "optimizer.distributed": True}),
-    "PP2": (2, {"micro_batch_size": 1, "parallel.pipeline": 2}),
+    "DP2-sharded": (2, {"optimizer.distributed": True}),
+    "PP2": (2, {"parallel.pipeline": 2}),
 }
 
 
@@ -71,7 +73,7 @@ def test_skipped_steps_resume_bit_for_bit(name: str, two_ranks: RankPool, tmp_pa
 
     lines = [line for line in metrics_without_times(whole.output) if line["split"] == "train"]
     skipped = sum(line["skipped_steps"] for line in lines)
-    assert lines[0]["skipped_steps"] == 1 and lines[0]["grad_norm"] is None and lines[0]["loss_scale"] == 2**12
+    assert lines[0]["skipped_steps"] == 1 and lines[0]["grad_norm"] is None and lines[0]["loss_scale"] == 2**15
     assert 4 <= skipped <= 9
     # Neither the schedule nor Adam counts a skipped step.
     first, last = (contents(parts.output, step, tmp_path) for step in (2, 12))
@@ -99,11 +101,11 @@ def refused(rank: int, size: int, settings: dict[str, Any]) -> str:
 
 
 def test_overflow_at_the_lowest_scale_ends_every_rank(two_ranks: RankPool, tmp_path: Path) -> None:
-    lowest = {**FP16, "optimizer.min_loss_scale": 2**11, "save_interval": 1}
+    lowest = {**FP16, "optimizer.min_loss_scale": 2**14, "save_interval": 1}
     settings = resume_settings(tmp_path, **lowest, **LAYOUTS["PP2"][1])
     said = two_ranks.run(refused, settings.as_dict())
     # Twice at the first scale, then at half of it.
-    sentence = "the gradients of step 3 overflow fp16 at the lowest loss scale, 2048 (optimizer.min_loss_scale); train"
+    sentence = "the gradients of step 3 overflow fp16 at the lowest loss scale, 16384 (optimizer.min_loss_scale); train"
     assert all(each.startswith(sentence) for each in said)
     assert find_checkpoint(settings.output).step == 2
     # A stage without the draft begins with a fresh scaler, and the resumed job ends as one all the same.
