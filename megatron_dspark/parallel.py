@@ -6,12 +6,14 @@ import random
 import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import numpy
 import torch
 import torch.distributed
 
 from megatron_dspark import platform
+from megatron_dspark.errors import DSparkError
 
 platform.prepare()
 
@@ -28,11 +30,24 @@ def process_groups(
     pipeline_parallel_size: int = 1,
     virtual_pipeline_parallel_size: int | None = None,
     timeout_minutes: float = 30.0,
+    agreed: dict[str, Any] | None = None,
 ) -> Iterator[ProcessGroupCollection]:
     """Start torch.distributed (torchrun's ranks, or one) and Megatron-Core's groups; end them afterwards.
 
     A job that already has a process group keeps it. A rank that waits longer than `timeout_minutes` for another one
     raises.
+
+    Args:
+        tensor_parallel_size: ranks that share each layer.
+        seed: of every random number generator.
+        context_parallel_size: ranks that share each sample's rows.
+        pipeline_parallel_size: ranks that share the layers.
+        virtual_pipeline_parallel_size: stages on each of them; None without.
+        timeout_minutes: how long a rank waits for another one.
+        agreed: what must be the same on every rank, by the name that people know it by.
+
+    Raises:
+        DSparkError: on every rank, when two of them differ in something of `agreed`.
     """
     ours = not torch.distributed.is_initialized()
     with tempfile.TemporaryDirectory(prefix="dspark-") as folder:
@@ -45,6 +60,8 @@ def process_groups(
                 timeout=timedelta(minutes=timeout_minutes),
                 **(dict(init_method=f"file://{folder}/store", rank=0, world_size=1) if alone else {}),
             )
+        if agreed is not None:
+            _refuse_disagreement(agreed)
         # A process that already had a layout (another run, a notebook) gets this one.
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
@@ -70,6 +87,19 @@ def process_groups(
                 # Megatron-Core forgets its groups without ending them, and each keeps threads and connections.
                 for group in [group for group in _groups() if group not in known]:
                     torch.distributed.destroy_process_group(group)
+
+
+def _refuse_disagreement(agreed: dict[str, Any]) -> None:
+    """Ranks that mean different jobs would wait for each other for ever, or train something that nobody asked for."""
+    every: list[dict[str, Any]] = [{}] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, agreed)
+    for rank, theirs in enumerate(every):
+        for name in sorted(every[0].keys() | theirs.keys()):
+            if every[0].get(name) != theirs.get(name):
+                raise DSparkError(
+                    f"{name} is {every[0].get(name)!r} on rank 0 and {theirs.get(name)!r} on rank {rank}; start every "
+                    "rank of a job with the same command and the same files"
+                )
 
 
 def _groups() -> list[torch.distributed.ProcessGroup]:

@@ -47,6 +47,7 @@ from megatron_dspark.training.report import Reporter, peak_memory_bytes
 from megatron_dspark.training.saving import CheckpointWriter
 from megatron_dspark.training.settings import TrainSettings
 from megatron_dspark.training.setup import (
+    agreed_by_ranks,
     build_training,
     check_resumable,
     describe_data,
@@ -139,6 +140,7 @@ def train(settings: TrainSettings, *, resume: bool = True) -> TrainReport:
             pipeline_parallel_size=parallel.pipeline,
             virtual_pipeline_parallel_size=parallel.virtual_pipeline,
             timeout_minutes=settings.timeout_minutes,
+            agreed=agreed_by_ranks(settings, target, data),
         ) as groups,
         sole_writer(settings, checkpoint),
         lost_ranks(settings),

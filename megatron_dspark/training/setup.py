@@ -20,6 +20,7 @@ from megatron_dspark.model.model import DSparkModel
 from megatron_dspark.objective.loss import FractionalDivisor
 from megatron_dspark.targets.folder import TargetConfig
 from megatron_dspark.training.checkpoint import Checkpoint
+from megatron_dspark.training.code_version import code_version
 from megatron_dspark.training.settings import TrainSettings
 
 
@@ -108,6 +109,17 @@ def describe_data(settings: TrainSettings) -> dict[str, Any]:
     if not path.is_file():
         raise DSparkError(f"the training data {path} does not exist; make it with megatron-dspark prepare")
     return {"file": path.name, "sha256": sha256(path)}
+
+
+# Where files are may differ from machine to machine; what they hold may not.
+_PLACES = {"target", "data", "validation", "features", "validation_features", "warm_start"}
+
+
+def agreed_by_ranks(settings: TrainSettings, target: TargetConfig, data: dict[str, Any]) -> dict[str, Any]:
+    """Return what every rank of a training job must mean alike, by name."""
+    values = {name: value for name, value in _by_path(settings.as_dict()).items() if name not in _PLACES}
+    contents = {"the target's fingerprint": target.fingerprint(), "the training data's SHA-256": data["sha256"]}
+    return {**values, **contents, "the code": code_version()}
 
 
 # What does not change what is computed, or (layout, kernels) changes its rounding alone.

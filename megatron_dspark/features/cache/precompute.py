@@ -111,6 +111,13 @@ class _Job:
     plan: ShardPlan
     manifest: Manifest
 
+    def agreed(self) -> dict[str, Any]:
+        """Return what every rank must mean alike, by name."""
+        options = {name: str(getattr(self.options, name)) for name in ("output", "tensor", "pipeline")}
+        parts = {"target": self.manifest.target, "features": self.manifest.features, "data": self.manifest.data}
+        identity = {f"{part}.{name}": value for part, values in parts.items() for name, value in vars(values).items()}
+        return {**options, **identity, "the number of shards": self.plan.num_shards}
+
     def report(self, state: str, free: int, total: int, seconds: float = 0.0, done: int = 0) -> PrecomputeReport:
         data = self.manifest.data
         return PrecomputeReport(
@@ -161,7 +168,7 @@ def precompute(options: PrecomputeOptions) -> PrecomputeReport:
         return job.report("dry run", free, total)
     from megatron_dspark.parallel import process_groups
 
-    with process_groups(options.tensor, seed=0, pipeline_parallel_size=options.pipeline) as groups:
+    with process_groups(options.tensor, seed=0, pipeline_parallel_size=options.pipeline, agreed=job.agreed()) as groups:
         return _run(job, writer, groups, free)
 
 
