@@ -84,6 +84,8 @@ def main(
                 *("--dtype", features, "--output", data / f"{name}-features"),
                 ranks=CORES,
             )
+        if features != "float32":
+            settings = [*settings, f"feature_dtype={features}"]
     changes = [word for setting in settings for word in ("--set", setting)]
     trained = megatron_dspark(
         *("train", "--recipe", recipe, *source, "--output", run, "--steps", steps, *changes), ranks=CORES

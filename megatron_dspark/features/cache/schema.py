@@ -188,6 +188,15 @@ def _check_totals(manifest: Manifest, folder: Path) -> None:
             )
 
 
+# Where a setting's name is not the field's.
+_SETTINGS = {
+    "features.hidden_dtype": " feature_dtype, which says what a cache stores when it is not the precision of the run",
+    "features.compute_dtype": " precision, or feature_dtype, which accepts any",
+    "features.target_layer_ids": " draft.target_layer_ids",
+    "data.max_length": " max_length",
+}
+
+
 def require(manifest: Manifest, folder: str | Path, expected: Mapping[str, Any], whose: str) -> None:
     """Refuse a cache in which a field has another value.
 
@@ -207,7 +216,7 @@ def require(manifest: Manifest, folder: str | Path, expected: Mapping[str, Any],
         if found != value:
             raise DSparkError(
                 f"{field} of the feature cache {folder} is {found!r} and {whose} has {value!r}; precompute a cache "
-                "that fits, or change the setting"
+                f"that fits, or change the setting{_SETTINGS.get(field, '')}"
             )
 
 
