@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
+from megatron_dspark import cli
 from megatron_dspark.errors import DSparkError
+from megatron_dspark.files import sha256
 from megatron_dspark.hf.from_checkpoint import export_checkpoint
 from megatron_dspark.hf.lint import lint_folder
 from megatron_dspark.training.run import train
 from tests.distributed import RankPool
-from tests.test_training import tiny_settings
+from tests.test_training import TINY, tiny_settings
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +64,25 @@ def test_the_record_says_where_the_weights_come_from(run: Path, tmp_path: Path) 
     with pytest.raises(DSparkError, match="layout 'gguf' cannot be written"):
         export_checkpoint(run, tmp_path / "other", layout="gguf")
     assert not (tmp_path / "other").exists()
+
+
+def test_the_accepted_length_is_recorded_with_its_command(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    export_checkpoint(run, tmp_path / "draft")
+    prompts = TINY / "data" / "heldout.jsonl"
+    capfd.readouterr()
+    cli.verify(tmp_path / "draft", TINY / "model", prompts, limit=2, max_new_tokens=8, record=True, as_json=True)
+    measured = json.loads(capfd.readouterr().out.splitlines()[-1])
+    record = json.loads((tmp_path / "draft" / "dspark_export.json").read_text())
+    assert record["accepted_length"] == {
+        "greedy": {
+            "tokens_per_iteration": measured["accepted_length"],
+            "prompts": 2,
+            "prompts_sha256": sha256(prompts),
+            "command": "megatron-dspark verify --prompts heldout.jsonl --limit 2 --max-new-tokens 8 --temperature 0 "
+            "--dtype float32",
+        }
+    }
+    assert "greedy: **" in (tmp_path / "draft" / "README.md").read_text()
+    assert lint_folder(tmp_path / "draft").ok

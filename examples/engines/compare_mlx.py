@@ -5,6 +5,7 @@ Runs inside the environment that mlx.sh makes; it imports nothing of megatron_ds
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -58,6 +59,12 @@ def main() -> None:
         committed += sum(result.accept_lengths)
         iterations += result.num_rounds
         prompts.append({"id": row.get("id"), "tokens": tokens, "iterations": result.num_rounds})
+        # Minutes a prompt on a CPU.
+        print(
+            f"{len(prompts)} of {len(rows)} prompts: {committed} tokens in {iterations} iterations",
+            file=sys.stderr,
+            flush=True,
+        )
 
     engine = committed / iterations
     verifier = _verified(arguments)
