@@ -49,8 +49,8 @@ def held_when_saved(rank: int, size: int, values: dict[str, Any]) -> dict[str, T
     save = _Run.save
 
     def recording(run: _Run) -> None:
-        if run.module is not None:
-            for name, value in run.module.draft.named_parameters():
+        if run.draft_stage is not None:
+            for name, value in run.draft_stage.draft.named_parameters():
                 rows = value.shape[0] if name not in TABLES else max(0, VOCABULARY - run.groups.tp.rank() * len(value))
                 found[name] = value[:rows].detach().clone()
         save(run)
