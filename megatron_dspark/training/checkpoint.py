@@ -252,7 +252,8 @@ def sharded_state(
         stages: the pipeline stages' group.
         loading: whether the state is to be loaded into.
     """
-    state: dict[str, Any] = {"model": {}, "optimizer": {}, "scheduler": scheduler.state_dict()}
+    # Without empty parts: Megatron-Core would warn that ranks differ in them.
+    state: dict[str, Any] = {"scheduler": scheduler.state_dict()}
     if model is not None:
         if not loading:
             begin_moments(optimizer)
@@ -264,7 +265,7 @@ def sharded_state(
     if stages.size() > 1 and not loading:
         # Megatron-Core stores what is no tensor (parameter groups, the step count) from the first rank, and it is the
         # last stage that has the optimizer.
-        plain, _ = extract_matching_values(state["optimizer"], lambda value: not isinstance(value, ShardedBase))
+        plain, _ = extract_matching_values(state.get("optimizer", {}), lambda value: not isinstance(value, ShardedBase))
         told = [plain]
         torch.distributed.broadcast_object_list(told, get_pp_last_rank(stages), stages, device=platform.device())
         if model is None:
