@@ -2,16 +2,19 @@
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from safetensors import SafetensorError
 
 from megatron_dspark.cli_cache import add_commands as add_cache_commands
 from megatron_dspark.errors import DSparkError, LostRankError
@@ -46,9 +49,20 @@ def main() -> None:
     try:
         app()
     except DSparkError as error:
-        if _is_first_rank() or isinstance(error, LostRankError):
-            Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(2)
+        _end_with(str(error), aloud=_is_first_rank() or isinstance(error, LostRankError))
+    except (OSError, SafetensorError) as error:
+        # What the system refuses at a place that no check foresaw: a disk that is read-only or full, a damaged file.
+        _end_with(f"{error}; see to the permissions, the free space and the file there, then start again", aloud=True)
+
+
+def _end_with(sentence: str, aloud: bool) -> NoReturn:
+    """Exit with 2 and one sentence; torchrun shows that of the rank that failed first, whichever it is."""
+    if aloud:
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(sentence)}", highlight=False, soft_wrap=True)
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        Path(file).write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}), encoding="utf-8")
+    sys.exit(2)
 
 
 def _verb(function: Callable[..., None]) -> Callable[..., None]:
@@ -256,7 +270,7 @@ def verify(
     draft: Annotated[Path, typer.Option(help="The exported drafter's folder.")],
     target: Annotated[Path, typer.Option(help="The target's Hugging Face folder.")],
     prompts: Annotated[Path, typer.Option(help="JSONL of prompts; a last assistant message is left out.")],
-    limit: Annotated[int, typer.Option(help="Prompts to run; 0 runs all.")] = 8,
+    limit: Annotated[int, typer.Option(help="Prompts to run; 0 runs all.", min=0)] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="Longest response, in tokens.")] = 96,
     temperature: Annotated[float, typer.Option(help="0 decodes greedily and checks token equality.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus, applied to target and draft alike.")] = 1.0,
@@ -271,8 +285,10 @@ def verify(
 ) -> None:
     """Serve an exported drafter with the reference verifier, beside the target alone, and compare."""
     from megatron_dspark.data.messages import read_messages
+    from megatron_dspark.hf.from_checkpoint import refuse_another_target
     from megatron_dspark.serving.harness import verify_drafter
 
+    refuse_another_target(draft, target)
     records = [_without_answer(record_) for record_ in read_messages(prompts)]
     report = verify_drafter(
         draft,

@@ -45,9 +45,12 @@ def add_commands(app: typer.Typer, show: Callable[[Any, bool], None]) -> None:
         ] = None,
         taps: Annotated[str | None, typer.Option(help="Target layers, e.g. 1,8,14; by default five, spread.")] = None,
         dtype: Annotated[
-            Literal["bfloat16", "float32", "float8_e4m3fn"],
-            typer.Option(help="How features are stored; FP8 takes half of bfloat16, with a scale for every row."),
-        ] = "bfloat16",
+            Literal["bfloat16", "float32", "float8_e4m3fn"] | None,
+            typer.Option(
+                help="How features are stored: by default as the recipe reads them, without one bfloat16; FP8 takes "
+                "half of that, with a scale for every row."
+            ),
+        ] = None,
         compute_dtype: Annotated[
             Literal["bfloat16", "float32", "float16"] | None,
             typer.Option(help="In what the target runs; by default FP32 for float32 and BF16 for the others."),
@@ -76,14 +79,15 @@ def add_commands(app: typer.Typer, show: Callable[[Any, bool], None]) -> None:
 
             settings = load_recipe(recipe)
             max_length, layers = max_length or settings.max_length, layers or settings.draft.target_layer_ids
-            compute_dtype = compute_dtype or str(PRECISIONS[settings.precision]).removeprefix("torch.")
+            precision = str(PRECISIONS[settings.precision]).removeprefix("torch.")
+            dtype, compute_dtype = dtype or settings.feature_dtype or precision, compute_dtype or precision
         options = PrecomputeOptions(
             target=target,
             data=data,
             output=output,
             max_length=max_length or 2048,
             target_layer_ids=layers,
-            dtype=dtype,
+            dtype=dtype or "bfloat16",
             compute_dtype=compute_dtype,
             source=source,
             tensor=tensor,

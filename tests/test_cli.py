@@ -1,10 +1,13 @@
 """The command line as a program: where help, results, refusals and the libraries' noise go."""
 
+import errno
 import io
 import json
 import math
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,3 +50,25 @@ def test_a_verb_keeps_standard_output_for_its_result(monkeypatch: pytest.MonkeyP
     cli.app.registered_commands.pop()
     chatty()
     assert capfd.readouterr() == ("", "a library's greeting\n")
+
+
+@pytest.mark.parametrize("rank", ["0", "3"])
+def test_torchrun_hears_what_any_rank_ends_with(rank: str, tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    environment = {**os.environ, "RANK": rank, "TORCHELASTIC_ERROR_FILE": str(file)}
+    words = [sys.executable, "-m", "megatron_dspark", "train", "--recipe", "none.py:f"]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") == (rank == "0")
+    assert "is not FILE.py:FUNCTION" in json.loads(file.read_text())["message"]
+
+
+def test_what_the_system_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def full() -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "/mnt/drafter")
+
+    monkeypatch.setattr(cli, "app", full)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1
+    assert said.startswith("error: [Errno 30] Read-only file system: '/mnt/drafter'; see to the permissions")

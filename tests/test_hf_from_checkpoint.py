@@ -1,6 +1,7 @@
 """A checkpoint is exported by one process or by ranks that hold a part each: the same file, and its record."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,12 @@ def test_the_accepted_length_is_recorded_with_its_command(
     }
     assert "greedy: **" in (tmp_path / "draft" / "README.md").read_text()
     assert lint_folder(tmp_path / "draft").ok
+
+    # The same shapes and vocabulary, other weights.
+    shutil.copytree(TINY / "model", tmp_path / "other")
+    content = bytearray((tmp_path / "other" / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "other" / "model.safetensors").write_bytes(content)
+    with pytest.raises(DSparkError, match=r"was trained against the target model \(fingerprint .* holds another one"):
+        cli.verify(tmp_path / "draft", tmp_path / "other", prompts, limit=1, record=True)
+    assert json.loads((tmp_path / "draft" / "dspark_export.json").read_text()) == record

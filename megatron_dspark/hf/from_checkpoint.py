@@ -14,6 +14,7 @@ from megatron_dspark.hf.lint import PROVENANCE_FILE, lint_folder
 from megatron_dspark.hf.load import read_config
 from megatron_dspark.hf.local_paths import without_local_paths
 from megatron_dspark.parallel import process_groups
+from megatron_dspark.targets.folder import read_target_config
 from megatron_dspark.training.checkpoint import Checkpoint, find_checkpoint, load_draft_weights
 
 
@@ -70,6 +71,28 @@ def export_checkpoint(
             max_shard_bytes,
             layout=layout,
             target_name=target_name,
+        )
+
+
+def refuse_another_target(folder: str | Path, target: str | Path) -> None:
+    """Refuse a target that an exported draft was not trained against; drafts without our record are taken as they are.
+
+    Args:
+        folder: the exported draft.
+        target: the target's folder.
+
+    Raises:
+        DSparkError: the target's config or weights are others, or cannot be read.
+    """
+    path = Path(folder) / PROVENANCE_FILE
+    trained = read_json(path, "the export's record").get("target") if path.exists() else None
+    if not trained:
+        return
+    found = read_target_config(target, any_architecture=True).fingerprint()
+    if found != trained["fingerprint"]:
+        raise DSparkError(
+            f"the draft {folder} was trained against the target {trained['name']} (fingerprint "
+            f"{trained['fingerprint'][:12]}…) and {target} holds another one ({found[:12]}…); verify it with its own"
         )
 
 

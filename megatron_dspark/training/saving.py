@@ -21,6 +21,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from rich.filesize import decimal
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_dspark import platform
@@ -182,7 +183,9 @@ class CheckpointWriter:
             if isinstance(error, CheckpointException) and error.failures:
                 reason = next(iter(error.failures.values()))[0]
             text = (str(reason).strip().splitlines() or [type(reason).__name__])[0]
-            raise DSparkError(self._failed(f"{failure} ({text})", partial)) from error
+            # Writers meet a full disk in the middle of a file, and not all of them say so.
+            free = decimal(shutil.disk_usage(self.folder).free)
+            raise DSparkError(self._failed(f"{failure} ({text}; its disk has {free} free)", partial)) from error
 
     def _failed(self, sentence: str, partial: Path | None) -> str:
         if torch.distributed.get_rank() == 0 and partial is not None:

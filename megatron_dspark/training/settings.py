@@ -357,7 +357,11 @@ class TrainSettings:
             rotary_base=target.rope_theta,
             seq_length=self.max_length,
             block_size=draft.block_size,
-            target_layer_ids=list(draft.target_layer_ids or default_target_layer_ids(target.num_layers)),
+            target_layer_ids=(
+                default_target_layer_ids(target.num_layers)
+                if draft.target_layer_ids is None
+                else list(draft.target_layer_ids)
+            ),
             num_target_layers=target.num_layers,
             mask_token_id=draft.mask_token_id,
             block_attention=self.block_attention,

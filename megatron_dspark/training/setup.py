@@ -119,6 +119,8 @@ def agreed_by_ranks(settings: TrainSettings, target: TargetConfig, data: dict[st
     """Return what every rank of a training job must mean alike, by name."""
     values = {name: value for name, value in _by_path(settings.as_dict()).items() if name not in _PLACES}
     contents = {"the target's fingerprint": target.fingerprint(), "the training data's SHA-256": data["sha256"]}
+    if settings.validation and not settings.features:
+        contents["the validation data's SHA-256"] = sha256(Path(settings.validation))
     return {**values, **contents, "the code": code_version()}
 
 
