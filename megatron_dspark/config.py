@@ -316,7 +316,8 @@ def _check_block_and_taps(config: DSparkModelConfig) -> None:
         raise DSparkError(f"target_layer_ids must strictly increase, and they are {taps}; sort them, each once")
     if taps[0] < -1 or taps[-1] > last:
         raise DSparkError(
-            f"target_layer_ids {taps} leave the range −1 … {last} of a target with {config.num_target_layers} layers"
+            f"target_layer_ids {taps} leave the {config.num_target_layers} layers of the target; name layers inside "
+            f"0 … {last - 1}"
         )
     if not config.allow_unservable_taps and (taps[0] == -1 or taps[-1] == last):
         raise DSparkError(

@@ -1,7 +1,9 @@
 """Everything a training run is asked for, in one tree that recipes fill and the command line overrides."""
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -275,6 +277,8 @@ class TrainSettings:
         optimizer = self.optimizer
         if not 0 <= optimizer.warmup_share < 1:
             raise DSparkError(f"optimizer.warmup_share must be in [0, 1), and it is {optimizer.warmup_share}")
+        if not (math.isfinite(optimizer.learning_rate) and optimizer.learning_rate >= 0):
+            raise DSparkError(f"optimizer.learning_rate must not be negative, and it is {optimizer.learning_rate}")
         if not 0 <= optimizer.min_learning_rate <= optimizer.learning_rate:
             raise DSparkError(
                 f"optimizer.min_learning_rate {optimizer.min_learning_rate} must lie between 0 and learning_rate "
@@ -394,12 +398,28 @@ def override(settings: TrainSettings, assignments: list[str]) -> TrainSettings:
     Raises:
         DSparkError: an assignment names no setting or has a value of another type.
     """
+    known = _names(settings.as_dict())
+    for assignment in assignments:
+        name, equals, _ = assignment.partition("=")
+        if not equals:
+            raise DSparkError(f"the override {assignment!r} is not name=value; write for example steps=1000")
+        if name not in known and not any(other.startswith(f"{name}.") for other in known):
+            meant = [other for other in known if other.rsplit(".")[-1] == name] or get_close_matches(name, known, 1)
+            hint = f"did you mean {meant[0]}?" if meant else "the settings are those of TrainSettings"
+            raise DSparkError(f"the override {assignment!r} names no setting; {hint}")
     try:
         merged = OmegaConf.merge(OmegaConf.structured(settings), OmegaConf.from_dotlist(assignments))
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except (OmegaConfBaseException, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise DSparkError(f"the overrides {assignments} do not fit the training settings: {reason}") from None
+
+
+def _names(values: dict[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for name, value in values.items():
+        found += _names(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
+    return found
 
 
 def settings_from_dict(values: dict[str, Any]) -> TrainSettings:

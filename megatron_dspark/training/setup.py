@@ -107,7 +107,9 @@ def describe_data(settings: TrainSettings) -> dict[str, Any]:
     """
     path = Path(settings.data)
     if not path.is_file():
-        raise DSparkError(f"the training data {path} does not exist; make it with megatron-dspark prepare")
+        raise DSparkError(
+            f"the training data {path} does not exist or is no file; make it with megatron-dspark prepare"
+        )
     return {"file": path.name, "sha256": sha256(path)}
 
 

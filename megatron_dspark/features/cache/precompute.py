@@ -182,7 +182,9 @@ def _prepare(options: PrecomputeOptions) -> _Job:
         )
     check_target_split(target, options.tensor, options.pipeline)
     if not options.data.is_file():
-        raise DSparkError(f"the data {options.data} does not exist; make it with megatron-dspark prepare")
+        raise DSparkError(
+            f"the data {options.data} does not exist, or is no file; make it with megatron-dspark prepare"
+        )
     samples = load_samples(options.data, options.target, options.max_length)
     tokenizer = load_tokenizer(options.target)
     identifier, revision = _name_of(options.target)
