@@ -238,6 +238,7 @@ def test_refuses_before_any_file_is_made(reference: tuple[Path, dict[str, torch.
         ({"steps": 0}, "steps must be at least 1"),
         ({"validation_samples": 0}, "validation_samples must be at least 1, and it is 0"),
         ({"parallel.tensor": 0}, "parallel.tensor must be at least 1, and it is 0"),
+        ({"optimizer.learning_rate": -1.0}, "optimizer.learning_rate must not be negative, and it is -1.0"),
         ({"optimizer.warmup_share": 1.5}, "warmup_share must be in"),
         ({"draft.enable_confidence_head": False}, "confidence_weight is 1.0 and draft.enable_confidence_head is false"),
     ]
@@ -245,8 +246,13 @@ def test_refuses_before_any_file_is_made(reference: tuple[Path, dict[str, torch.
         with pytest.raises(DSparkError, match=sentence):
             train(tiny_settings(tmp_path / "run", **change))
     assert not (tmp_path / "run").exists()
-    with pytest.raises(DSparkError, match="do not fit the training settings"):
-        tiny_settings(tmp_path / "run", **{"draft.blok_size": 3})
+    for name, hint in (
+        ("draft.blok_size", "did you mean draft.block_size"),
+        ("learning_rate", "did you mean optimizer.learning_rate"),
+        ("xyz", "the settings are those of TrainSettings"),
+    ):
+        with pytest.raises(DSparkError, match=f"{name}=3' names no setting; {hint}"):
+            tiny_settings(tmp_path / "run", **{name: 3})
     with pytest.raises(DSparkError, match="do not fit the training settings"):
         tiny_settings(tmp_path / "run", steps="many")
     with pytest.raises(DSparkError, match="already has a checkpoint of step 5"):
