@@ -77,6 +77,8 @@ def cells() -> list[Cell]:
         )
         # The target has four layers: four stages leave nothing to interleave.
         if (tensor > 1 or not sequence) and (data > 1 or not distributed) and (pipeline == 2 or not virtual)
+        # These two do not see rows.
+        if not (packed and (virtual or distributed))
     )
     return sorted((cell for cell in every if cell.ranks <= 4), key=lambda cell: cell.ranks)
 

@@ -27,7 +27,8 @@ DATA = {
     "none": (NOTHING, NOTHING, NOTHING, NOTHING),
 }
 NAMES = ("TP2-SP", "PP2", "PP2-VPP2", "PP4", "DP2", "DP2-DO", "DP2-packed", "CP2", "CP2-packed")
-LAYOUTS = [cell for cell in CELLS if cell.name in NAMES]
+LAYOUTS = [(cell, "tokens") for cell in CELLS if cell.name in NAMES]
+LAYOUTS += [(cell, "weights") for cell in CELLS if cell.name in ("TP2-SP", "PP2", "DP2", "CP2-packed")]
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +63,7 @@ def references(folder: Path) -> References:
     return References(folder)
 
 
-@pytest.mark.parametrize("cell", LAYOUTS, ids=lambda cell: cell.name)
-@pytest.mark.parametrize("normalizer", ["tokens", "weights"])
+@pytest.mark.parametrize(("cell", "normalizer"), LAYOUTS, ids=lambda value: getattr(value, "name", value))
 @pytest.mark.parametrize("name", DATA)
 def test_uneven_work_equals_one_process(
     name: str, normalizer: str, cell: Cell, references: References, request: pytest.FixtureRequest, tmp_path: Path
