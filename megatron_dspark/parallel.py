@@ -1,6 +1,7 @@
 """Process groups of a job: torchrun's ranks, or one."""
 
 import contextlib
+import gc
 import os
 import random
 import tempfile
@@ -50,6 +51,9 @@ def process_groups(
         DSparkError: on every rank, when two of them differ in something of `agreed`.
     """
     ours = not torch.distributed.is_initialized()
+    if not ours:
+        # The modules of an earlier run are reference cycles, which hold its groups, and those threads and connections.
+        gc.collect()
     with tempfile.TemporaryDirectory(prefix="dspark-") as folder:
         if ours:
             if platform.has_cuda():
