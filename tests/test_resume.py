@@ -54,7 +54,7 @@ def from_cache(settings: TrainSettings) -> dict[str, Any]:
     for name, data in (("train", settings.data), ("heldout", settings.validation)):
         precompute(PrecomputeOptions(**precompute_options(Path(str(data)), folder / f"{name}-features")))
     cached = {"features": folder / "train-features", "validation_features": folder / "heldout-features"}
-    return {**cached, "validation": "null", "data": "", "target": ""}
+    return {**cached, "validation": "null", "data": "''", "target": "''"}
 
 
 @pytest.mark.parametrize("name", CASES)
