@@ -398,7 +398,7 @@ def override(settings: TrainSettings, assignments: list[str]) -> TrainSettings:
     Raises:
         DSparkError: an assignment names no setting or has a value of another type.
     """
-    known = _names(settings.as_dict())
+    known = list(by_path(settings.as_dict()))
     for assignment in assignments:
         name, equals, _ = assignment.partition("=")
         if not equals:
@@ -415,11 +415,12 @@ def override(settings: TrainSettings, assignments: list[str]) -> TrainSettings:
         raise DSparkError(f"the overrides {assignments} do not fit the training settings: {reason}") from None
 
 
-def _names(values: dict[str, Any], prefix: str = "") -> list[str]:
-    found = []
-    for name, value in values.items():
-        found += _names(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
-    return found
+def by_path(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return `TrainSettings.as_dict()` as one level, by the names that `override` takes ("optimizer.learning_rate")."""
+    flat = {}
+    for name, value in settings.items():
+        flat |= by_path(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
 
 
 def settings_from_dict(values: dict[str, Any]) -> TrainSettings:

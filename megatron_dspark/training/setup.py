@@ -21,7 +21,7 @@ from megatron_dspark.objective.loss import FractionalDivisor
 from megatron_dspark.targets.folder import TargetConfig
 from megatron_dspark.training.checkpoint import Checkpoint
 from megatron_dspark.training.code_version import code_version
-from megatron_dspark.training.settings import TrainSettings
+from megatron_dspark.training.settings import TrainSettings, by_path
 
 
 def build_training(
@@ -119,7 +119,7 @@ _PLACES = {"target", "data", "validation", "features", "validation_features", "w
 
 def agreed_by_ranks(settings: TrainSettings, target: TargetConfig, data: dict[str, Any]) -> dict[str, Any]:
     """Return what every rank of a training job must mean alike, by name."""
-    values = {name: value for name, value in _by_path(settings.as_dict()).items() if name not in _PLACES}
+    values = {name: value for name, value in by_path(settings.as_dict()).items() if name not in _PLACES}
     contents = {"the target's fingerprint": target.fingerprint(), "the training data's SHA-256": data["sha256"]}
     if settings.validation and not settings.features:
         contents["the validation data's SHA-256"] = sha256(Path(settings.validation))
@@ -156,7 +156,7 @@ def check_resumable(
             f"{settings.output} is already at step {checkpoint.step} and the run is to end at {settings.steps}; raise "
             "steps or choose another output"
         )
-    allowed, now = set(settings.checkpoint.allow), _by_path(settings.as_dict())
+    allowed, now = set(settings.checkpoint.allow), by_path(settings.as_dict())
     for name in allowed:
         if name not in now and name not in settings.as_dict():
             raise DSparkError(f"allow names {name!r}, which is no setting; see --set for their names")
@@ -173,7 +173,7 @@ def check_resumable(
             f"{settings.data} is another file ({data['sha256'][:12]}…); restore the data, choose another output, or "
             "accept the change with --allow data"
         )
-    saved = _by_path(checkpoint.run["settings"])
+    saved = by_path(checkpoint.run["settings"])
     before = saved.get("anchor_context_parallel") or saved.get("parallel.context", 1)
     if "anchor_context_parallel" not in allowed and before != settings.anchor_rule.context_parallel_size:
         raise DSparkError(
@@ -183,7 +183,7 @@ def check_resumable(
             "anchor_context_parallel"
         )
     # What the version that saved did not know behaved like its default.
-    saved = {**_by_path(TrainSettings().as_dict()), **saved}
+    saved = {**by_path(TrainSettings().as_dict()), **saved}
     for name, value in now.items():
         free = {name, name.split(".")[0]} & (_FREE_TO_CHANGE | allowed)
         if not free and saved[name] != value:
@@ -191,10 +191,3 @@ def check_resumable(
                 f"{name} was {saved[name]!r} in the checkpoint of step {checkpoint.step} and is now {value!r}, "
                 f"which would change the result; restore it, choose another output, or accept it with --allow {name}"
             )
-
-
-def _by_path(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for name, value in settings.items():
-        flat |= _by_path(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat
