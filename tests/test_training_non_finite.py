@@ -24,15 +24,15 @@ class Seen:
 
 
 def spoiled_run(rank: int, size: int, settings: dict[str, Any], bad_rank: int, bad_capture: int) -> tuple[str, Seen]:
-    """Train; on `bad_rank` the target's capture number `bad_capture` gives NaN. Return the error and what happened."""
+    """Train; on `bad_rank` the target's run number `bad_capture` gives NaN. Return the error and what happened."""
     seen = Seen()
     patch = pytest.MonkeyPatch()
-    capture, step_batches = FrozenTarget.capture, run.Sampler.step_batches
+    run_stage, step_batches = FrozenTarget.run_stage, run.Sampler.step_batches
     optimizer_step, validate = run._Run.optimizer_step, run._Run.validate
     calls = [0]
 
     def spoil(self: FrozenTarget, *arguments: Any) -> Any:
-        features = capture(self, *arguments)
+        features = run_stage(self, *arguments)
         calls[0] += 1
         if rank == bad_rank and calls[0] == bad_capture:
             features.final_hidden.fill_(torch.nan)
@@ -53,7 +53,7 @@ def spoiled_run(rank: int, size: int, settings: dict[str, Any], bad_rank: int, b
         seen.validations += 1
         return result
 
-    patch.setattr(FrozenTarget, "capture", spoil)
+    patch.setattr(FrozenTarget, "run_stage", spoil)
     patch.setattr(run.Sampler, "step_batches", record)
     patch.setattr(run._Run, "optimizer_step", count_update)
     patch.setattr(run._Run, "validate", count_validation)
@@ -67,13 +67,15 @@ def spoiled_run(rank: int, size: int, settings: dict[str, Any], bad_rank: int, b
 
 
 @pytest.mark.parametrize(
-    "layout", [{"micro_batch_size": 1}, {"micro_batch_size": 1, "parallel.tensor": 2}], ids=["DP2", "TP2"]
+    "layout",
+    [{}, {"parallel.tensor": 2}, {"parallel.pipeline": 2}],
+    ids=["DP2", "TP2", "PP2"],
 )
 def test_every_rank_stops_with_the_same_sentence(two_ranks: RankPool, tmp_path: Path, layout: dict[str, Any]) -> None:
-    settings = tiny_settings(tmp_path / "run", **layout)
+    settings = tiny_settings(tmp_path / "run", micro_batch_size=1, **layout)
     settings.validation = None
     # The second step's second micro-batch of rank 1: rank 0 has seen nothing wrong by then.
-    per_step = settings.global_batch_size // settings.micro_batch_size // (1 if "parallel.tensor" in layout else 2)
+    per_step = settings.global_batch_size // settings.micro_batch_size // (1 if layout else 2)
     assert per_step >= 2
     results = two_ranks.run(spoiled_run, settings.as_dict(), 1, per_step + 2)
     samples = results[1][1].batches[per_step + 1]
