@@ -84,7 +84,7 @@ from megatron.bridge.training.config import (  # noqa: E402
 from megatron.bridge.training.pretrain import pretrain  # noqa: E402
 from megatron.core.dist_checkpointing import load_tensors_metadata  # noqa: E402
 
-from megatron_dspark.data.chat import load_samples  # noqa: E402
+from megatron_dspark.data.encoded import load_samples  # noqa: E402
 from megatron_dspark.data.sampler import Dealer, Sampler  # noqa: E402
 from megatron_dspark.targets.folder import read_target_config  # noqa: E402
 from megatron_dspark.training.settings import settings_from_dict  # noqa: E402

@@ -1,10 +1,14 @@
 """Shared fixtures: the golden files and pools of ranks."""
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Read when `datasets` is imported; removed again below.
+os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="dspark-encoded-")
 
 import pytest
 import torch
@@ -12,6 +16,12 @@ import torch
 from tests.distributed import RankPool
 
 FIXTURES = Path(__file__).parent / "fixtures"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def encoded_conversations() -> Iterator[None]:
+    yield
+    shutil.rmtree(os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,6 +1,7 @@
 """Conversations to ids and mask: the mask is on for what the target emitted, and for nothing else."""
 
 import json
+import string
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +9,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from megatron_dspark.data import chat
 from megatron_dspark.data.chat import (
     ChatSample,
     encode_messages,
     encode_prompt,
     end_of_turn_token,
-    load_samples,
     load_tokenizer,
 )
+from megatron_dspark.data.encoded import load_samples
 from megatron_dspark.data.messages import read_messages
 from megatron_dspark.errors import DSparkError
 from tests.data_support import CHATML, DEFAULT_SYSTEM, TAGGED, THINKING, byte_tokenizer, save_tiny_target
@@ -200,6 +204,34 @@ def test_missing_and_empty_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(DSparkError, match="holds no conversation"):
         read_messages(tmp_path / "empty.jsonl")
+
+
+def metaspace_tokenizer(scheme: str) -> PreTrainedTokenizerFast:
+    """SentencePiece's way: spaces belong to the following word, and one may be put before the text."""
+    letters = [*string.ascii_letters, *string.punctuation, *string.digits, "▁", "\n"]
+    merges = [("▁", "a"), ("a", "b"), ("▁", "▁"), ("▁a", "b"), ("\n", "\n"), ("\n", "a")]
+    vocabulary = {token: index for index, token in enumerate([*letters, *("".join(pair) for pair in merges)])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    special = [AddedToken(token, special=True, normalized=False) for token in ("<|im_start|>", "<|im_end|>")]
+    tokenizer.add_special_tokens(special)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=CHATML)
+
+
+@pytest.mark.parametrize("kind", ["smollm2", "always", "first", "never"])
+@given(contents=st.lists(st.text("ab \n.'", max_size=8), min_size=2, max_size=12))
+@settings(max_examples=40, deadline=None)
+def test_tokenising_from_the_last_special_token_is_tokenising_the_whole_prefix(kind: str, contents: list[str]) -> None:
+    tokenizer = load_tokenizer(smollm2_folder()) if kind == "smollm2" else metaspace_tokenizer(kind)
+    text = "".join(f"<|im_start|>user\n{content}<|im_end|>\n" for content in contents)
+    ids, restarts = chat._tokenise_with_restarts(tokenizer, text)
+    assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert len(restarts) == 2 * len(contents)
+    for stop in range(0, len(text) + 1, 3 if kind == "smollm2" else 1):
+        known, start = chat._last_restart(restarts, stop)
+        whole = tokenizer(text[:stop], add_special_tokens=False)["input_ids"]
+        assert ids[:known] + tokenizer(text[start:stop], add_special_tokens=False)["input_ids"] == whole
 
 
 def test_a_line_without_id_gets_one_that_does_not_depend_on_its_place(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from megatron_dspark.data import prepare as module
-from megatron_dspark.data.chat import load_samples
+from megatron_dspark.data.encoded import load_samples
 from megatron_dspark.data.messages import read_messages
 from megatron_dspark.data.partial import PartialFile
 from megatron_dspark.data.prepare import PrepareOptions, prepare

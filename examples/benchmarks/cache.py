@@ -19,7 +19,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +28,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from megatron_dspark.data.chat import ChatSample, load_samples
+from megatron_dspark.data.chat import ChatSample
+from megatron_dspark.data.encoded import load_samples
 from megatron_dspark.features.cache.encoding import stored_tensors
 from megatron_dspark.features.cache.options import PrecomputeOptions
 from megatron_dspark.features.cache.plan import plan_shards
@@ -92,7 +93,9 @@ def main(
     print(json.dumps(result)) if as_json else show(result)
 
 
-def files(folder: Path, samples: list[ChatSample], target: Path, taps: int, max_length: int) -> list[dict[str, Any]]:
+def files(
+    folder: Path, samples: Sequence[ChatSample], target: Path, taps: int, max_length: int
+) -> list[dict[str, Any]]:
     """Write and read random features in every stored type, and in a padded layout."""
     config = read_target_config(target)
     width, tokens = config.hidden_size, sum(len(sample.input_ids) for sample in samples)
@@ -151,7 +154,7 @@ def files(folder: Path, samples: list[ChatSample], target: Path, taps: int, max_
     return results
 
 
-def _manifest(dtype: str, taps: int, width: int, samples: list[ChatSample]) -> Manifest:
+def _manifest(dtype: str, taps: int, width: int, samples: Sequence[ChatSample]) -> Manifest:
     """The manifest of features that come from nowhere."""
     tokens = sum(len(sample.input_ids) for sample in samples)
     learned = sum(int(sample.loss_mask.sum()) for sample in samples)

@@ -26,7 +26,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from megatron_dspark.data.chat import load_samples
+from megatron_dspark.data.encoded import load_samples
 from megatron_dspark.data.sampler import Dealer, MicroBatch, Sampler
 from megatron_dspark.objective import loss as objective
 from megatron_dspark.objective.fused import VocabTerms, vocab_parallel_ce_l1

@@ -6,6 +6,9 @@ the header is read from the chat template itself: the ids of a sample up to a re
 feeds the target when it asks for that reply.
 """
 
+import bisect
+import functools
+import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,9 +20,8 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
-from megatron_dspark.data.messages import read_messages, where_of
+from megatron_dspark.data.messages import where_of
 from megatron_dspark.errors import DSparkError
-from megatron_dspark.files import read_json
 
 _GENERATION_TAG = re.compile(r"{%-?\s*generation\s*-?%}")
 _PROBE = "zzyzx"
@@ -122,25 +124,6 @@ def encode_messages(tokenizer: Any, record: dict[str, Any], max_length: int) -> 
     return sample
 
 
-def load_samples(path: str | Path, target_folder: str | Path, max_length: int) -> list[ChatSample]:
-    """Read and encode every conversation of a file with the tokenizer of `target_folder`.
-
-    Raises:
-        DSparkError: as `load_tokenizer`, `read_messages` and `encode_messages`; or a token id lies outside the
-            target's vocabulary.
-    """
-    tokenizer = load_tokenizer(target_folder)
-    samples = [encode_messages(tokenizer, record, max_length) for record in read_messages(path)]
-    vocabulary = read_json(Path(target_folder) / "config.json", "the target's config").get("vocab_size")
-    largest = max(int(sample.input_ids.max()) for sample in samples)
-    if vocabulary is not None and largest >= vocabulary:
-        raise DSparkError(
-            f"the tokenizer in {target_folder} gives token id {largest} and the model's vocab_size is {vocabulary}; "
-            "use the tokenizer that belongs to the target"
-        )
-    return samples
-
-
 def end_of_turn_token(tokenizer: Any, record: dict[str, Any] | None = None) -> int:
     """Id of the special token with which the chat template closes an assistant's turn.
 
@@ -151,10 +134,17 @@ def end_of_turn_token(tokenizer: Any, record: dict[str, Any] | None = None) -> i
     Raises:
         DSparkError: the template closes the turn with ordinary text or not at all.
     """
+    options = (record or {}).get("template_options", {})
+    with _refusals_named(record or {}):
+        return _end_of_turn(tokenizer, str(tokenizer.chat_template), json.dumps(options, sort_keys=True))
+
+
+@functools.lru_cache(maxsize=64)
+def _end_of_turn(tokenizer: Any, template: str, options: str) -> int:
+    """The same, worked out once: a corpus asks it for every line. `template` tells changes of the tokenizer's apart."""
     probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
-    text = _render(tokenizer, record or {}, probe, prompt=False)
-    special = set(tokenizer.all_special_ids)
-    special |= {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    text = tokenizer.apply_chat_template(probe, tokenize=False, **json.loads(options))
+    special = _special_ids(tokenizer)
     for index in _tokenise(tokenizer, text.rpartition(_PROBE)[2]):
         if index in special:
             return index
@@ -223,13 +213,15 @@ def _spans_by_tags(
 def _tokenise_at(tokenizer: Any, text: str, edges: Iterable[int], where: str) -> tuple[list[int], list[int]]:
     """Ids of `text`, with a token boundary at every edge (increasing character positions), and those boundaries."""
     edges = list(edges)
-    ids = _tokenise(tokenizer, text)
+    ids, restarts = _tokenise_with_restarts(tokenizer, text)
     cuts = []
     for edge in edges:
-        before = _tokenise(tokenizer, text[:edge])
-        if ids[: len(before)] != before:
+        # What a server would be fed of the text up to the edge, from the last restart on.
+        known, start = _last_restart(restarts, edge)
+        before = _tokenise(tokenizer, text[start:edge])
+        if ids[known : known + len(before)] != before:
             break
-        cuts.append(len(before))
+        cuts.append(known + len(before))
     else:
         return ids, cuts
     # A token would straddle an edge (say, a header's newline and a reply that begins with one). The target was fed
@@ -244,6 +236,31 @@ def _tokenise_at(tokenizer: Any, text: str, edges: Iterable[int], where: str) ->
             f"{where}: the tokenizer joins the start of a reply with the text before it; begin the reply with a letter"
         )
     return pieces, cuts[:-1]
+
+
+def _tokenise_with_restarts(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int, int]]]:
+    """Ids of `text`, and where tokenisation restarts: (token, first character, end) of every special token.
+
+    A special token and the text after it are tokenised by themselves, so what comes before need not be tokenised again
+    for every prefix: a long conversation costs what its length is, not the square of its turns.
+    """
+    if not tokenizer.is_fast:
+        return _tokenise(tokenizer, text), []
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, special = encoded["input_ids"], _special_ids(tokenizer)
+    return ids, [(n, *encoded["offset_mapping"][n]) for n, token in enumerate(ids) if token in special]
+
+
+def _last_restart(restarts: list[tuple[int, int, int]], edge: int) -> tuple[int, int]:
+    """(token, first character) of the last restart that is whole before `edge`; the text's start without one."""
+    place = bisect.bisect_right(restarts, edge, key=lambda restart: restart[2])
+    return restarts[place - 1][:2] if place else (0, 0)
+
+
+@functools.lru_cache(maxsize=4)
+def _special_ids(tokenizer: Any) -> set[int]:
+    marked = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return marked | set(tokenizer.all_special_ids)
 
 
 def _render(tokenizer: Any, record: dict[str, Any], messages: list[dict[str, str]], *, prompt: bool) -> str:

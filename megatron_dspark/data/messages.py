@@ -8,10 +8,12 @@ keys: `id` (unique; a digest of the messages where it is absent), `domain` (any 
 `template_options` (passed to the chat template). Other keys are kept and mean nothing here.
 """
 
+import contextlib
 import hashlib
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megatron_dspark.errors import DSparkError
 
@@ -24,6 +26,7 @@ class Record(dict[str, Any]):
     """One conversation: a plain dict that also knows `where` it was read, so that a later error can name it."""
 
     where: str = ""
+    line: int = 0
 
 
 def read_messages(path: str | Path) -> list[Record]:
@@ -35,33 +38,73 @@ def read_messages(path: str | Path) -> list[Record]:
         DSparkError: the file is missing or empty, a line is not what the format says, or an id occurs twice.
     """
     path = Path(path)
+    with open_conversations(path) as file:
+        lines = file.read().split(b"\n")
+    records = [
+        parse_line(line, f"{path} line {number}", number) for number, line in enumerate(lines, start=1) if line.strip()
+    ]
+    if not records:
+        raise without_conversations(path)
+    refuse_repeated(path, ((record["id"], record.line) for record in records))
+    return records
+
+
+def without_conversations(path: Path) -> DSparkError:
+    """The refusal of a file without a conversation."""
+    return DSparkError(f"{path} holds no conversation; write one JSON object on each line")
+
+
+@contextlib.contextmanager
+def open_conversations(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file of conversations for reading its bytes.
+
+    Raises:
+        DSparkError: it is missing or cannot be read.
+    """
     try:
-        lines = path.read_bytes().split(b"\n")
+        with open(path, "rb") as file:
+            yield file
     except FileNotFoundError:
         raise DSparkError(f"the conversations were expected at {path}, and there is no such file") from None
     except OSError as error:
         raise DSparkError(f"the conversations at {path} cannot be read ({error.strerror})") from None
-    records: list[Record] = []
+
+
+def parse_line(line: bytes, where: str, number: int = 0) -> Record:
+    """One line's record.
+
+    Args:
+        line: JSON.
+        where: file and line, for errors about the record.
+        number: the line's, from 1.
+
+    Raises:
+        DSparkError: the line is not what the format says.
+    """
+    try:
+        value = json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DSparkError(f"{where} is not valid JSON ({error}); write one object on each line") from None
+    record = check_record(value, where)
+    record.line = number
+    return record
+
+
+def refuse_repeated(path: Path, lines_of_ids: Iterable[tuple[str, int]]) -> None:
+    """Refuse an id that two lines have.
+
+    Args:
+        path: their file.
+        lines_of_ids: (id, number of its line) in order.
+    """
     seen: dict[str, int] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{path} line {number}"
-        try:
-            value = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise DSparkError(f"{where} is not valid JSON ({error}); write one object on each line") from None
-        record = check_record(value, where)
-        if record["id"] in seen:
+    for identifier, number in lines_of_ids:
+        if identifier in seen:
             raise DSparkError(
-                f"{path} has the id {record['id']!r} on line {seen[record['id']]} and again on line {number}; "
+                f"{path} has the id {identifier!r} on line {seen[identifier]} and again on line {number}; "
                 "make the ids unique"
             )
-        seen[record["id"]] = number
-        records.append(record)
-    if not records:
-        raise DSparkError(f"{path} holds no conversation; write one JSON object on each line")
-    return records
+        seen[identifier] = number
 
 
 def check_record(value: Any, where: str) -> Record:

@@ -13,6 +13,8 @@ from megatron_dspark.files import read_json
 from megatron_dspark.targets.fingerprint import config_fingerprint, digest_of, weights_fingerprint
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+TOKENIZER_FILES += ("vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json", "generation_config.json")
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 

@@ -16,6 +16,7 @@ from megatron_dspark.data.chat import ChatSample
 from megatron_dspark.model.draft import DSparkDraft
 
 _POWER_ITERATIONS = 4
+_SAMPLES_AT_ONCE = 4096
 
 
 def bigram_tables(samples: Sequence[ChatSample], rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,10 +30,9 @@ def bigram_tables(samples: Sequence[ChatSample], rank: int) -> tuple[Tensor, Ten
         tokens [n] that occur, first [n, q] and second [n, q] with q = min(rank, n):
         first[i] · second[j] ≈ max(0, log P(j after i) / P(j)).
     """
-    previous = torch.cat([sample.input_ids[:-1][sample.loss_mask[1:]] for sample in samples])
-    following = torch.cat([sample.input_ids[1:][sample.loss_mask[1:]] for sample in samples])
-    tokens, index = torch.cat([previous, following]).unique(return_inverse=True)
-    pairs, counts = index.view(2, -1).unique(dim=1, return_counts=True)
+    first, second, counts = _count_pairs(samples)
+    tokens, index = torch.cat([first, second]).unique(return_inverse=True)
+    pairs = index.view(2, -1)
     row, column = pairs
     counts = counts.double()
     size = len(tokens)
@@ -45,6 +45,18 @@ def bigram_tables(samples: Sequence[ChatSample], rank: int) -> tuple[Tensor, Ten
         torch.manual_seed(0)
         left, values, right = torch.svd_lowrank(matrix, q=min(rank, size), niter=_POWER_ITERATIONS)
     return tokens, left * values.sqrt(), right * values.sqrt()
+
+
+def _count_pairs(samples: Sequence[ChatSample]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return first tokens, second tokens and counts of the different pairs, in memory for those and a few samples."""
+    codes = counts = torch.zeros(0, dtype=torch.int64)
+    for start in range(0, len(samples), _SAMPLES_AT_ONCE):
+        some = [samples[number] for number in range(start, min(start + _SAMPLES_AT_ONCE, len(samples)))]
+        found = [(sample.input_ids[:-1] << 32 | sample.input_ids[1:])[sample.loss_mask[1:]] for sample in some]
+        new, new_counts = torch.cat(found).unique(return_counts=True)
+        codes, index = torch.cat([codes, new]).unique(return_inverse=True)
+        counts = codes.new_zeros(len(codes)).index_add_(0, index, torch.cat([counts, new_counts]))
+    return codes >> 32, codes & 0xFFFFFFFF, counts
 
 
 def start_from_bigrams(draft: DSparkDraft | None, samples: Sequence[ChatSample], rank: int) -> None:

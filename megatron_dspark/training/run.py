@@ -18,7 +18,8 @@ from rich.table import Table
 
 from megatron_dspark import platform
 from megatron_dspark.config import DSparkModelConfig
-from megatron_dspark.data.chat import ChatSample, load_samples
+from megatron_dspark.data.chat import ChatSample
+from megatron_dspark.data.encoded import load_samples
 from megatron_dspark.data.sampler import Dealer, MicroBatch, Sampler, validation_batches
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.features.cache.feed import FeatureFeed
@@ -451,7 +452,7 @@ class _Clock:
         self._since += time.perf_counter() - before
 
 
-def _sampler(settings: TrainSettings, samples: list[ChatSample], rank: int, size: int) -> Sampler:
+def _sampler(settings: TrainSettings, samples: Sequence[ChatSample], rank: int, size: int) -> Sampler:
     return Sampler(
         samples,
         anchors=settings.anchor_rule,

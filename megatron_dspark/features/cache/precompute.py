@@ -20,7 +20,8 @@ from torch import Tensor
 
 from megatron_dspark import platform
 from megatron_dspark.config import default_target_layer_ids
-from megatron_dspark.data.chat import ChatSample, load_samples, load_tokenizer
+from megatron_dspark.data.chat import ChatSample, load_tokenizer
+from megatron_dspark.data.encoded import EncodedSamples, load_samples
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.features.cache.encoding import StoredTensor, encode, stored_tensors
 from megatron_dspark.features.cache.meter import CacheMeter
@@ -36,7 +37,6 @@ from megatron_dspark.features.cache.schema import (
     Manifest,
     TargetIdentity,
     read_manifest,
-    samples_fingerprint,
 )
 from megatron_dspark.features.cache.shard import StoredSample, save_tensors
 from megatron_dspark.features.cache.source import Capture, megatron_source, transformers_source
@@ -48,12 +48,17 @@ from megatron_dspark.targets.fingerprint import (
     config_fingerprint,
     tokenizer_fingerprint,
 )
-from megatron_dspark.targets.folder import EMBEDDING, LM_HEAD, TargetConfig, read_frozen_tables, read_target_config
+from megatron_dspark.targets.folder import (
+    EMBEDDING,
+    LM_HEAD,
+    TOKENIZER_FILES,
+    TargetConfig,
+    read_frozen_tables,
+    read_target_config,
+)
 
 # Ranks that are done wait for the others this long: a shard takes as long as it takes.
 _PATIENCE = datetime.timedelta(days=2)
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-_TOKENIZER_FILES += ("vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json", "generation_config.json")
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ class _Job:
     options: PrecomputeOptions
     target: TargetConfig
     taps: list[int]
-    samples: list[ChatSample]
+    samples: EncodedSamples
     tensors: list[StoredTensor]
     plan: ShardPlan
     manifest: Manifest
@@ -189,7 +194,7 @@ def _prepare(options: PrecomputeOptions) -> _Job:
     tokenizer = load_tokenizer(options.target)
     identifier, revision = _name_of(options.target)
     tensors = stored_tensors(options.dtype, len(taps), target.hidden_size)
-    lengths = [len(sample.input_ids) for sample in samples]
+    lengths = samples.lengths
     manifest = Manifest(
         schema=SCHEMA,
         complete=False,
@@ -214,14 +219,14 @@ def _prepare(options: PrecomputeOptions) -> _Job:
             tensor_parallel=options.tensor,
         ),
         data=DataIdentity(
-            fingerprint=samples_fingerprint(samples),
+            fingerprint=samples.fingerprint,
             loss_mask_rule=LOSS_MASK_RULE,
             max_length=options.max_length,
             anchor_seed=None,
             block_size=None,
             samples=len(samples),
             tokens=sum(lengths),
-            loss_tokens=sum(int(sample.loss_mask.sum()) for sample in samples),
+            loss_tokens=samples.loss_tokens,
         ),
         created_with={
             name: importlib.metadata.version(name)
@@ -365,7 +370,7 @@ def _files(job: _Job, tables: dict[str, Tensor]) -> dict[str, Callable[[Path], N
         f"{TARGET_FOLDER}/config.json": write_config,
         f"{TARGET_FOLDER}/{TABLES_FILE}": write_tables,
     }
-    for name in _TOKENIZER_FILES:
+    for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             files[f"{TARGET_FOLDER}/{name}"] = functools.partial(copy, folder / name)
     return files

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from megatron_dspark.data.encoded import parts_of_sample
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.files import read_json, write_json
 from megatron_dspark.targets.fingerprint import data_fingerprint, digest_of
@@ -168,14 +167,7 @@ def read_manifest(folder: str | Path, *, complete: bool = True) -> Manifest:
 
 def samples_fingerprint(samples: Iterable[Any]) -> str:
     """Fingerprint of samples in order: identifiers, ids and loss masks."""
-    return data_fingerprint(
-        (
-            sample.sample_id,
-            sample.input_ids.to(torch.int32).numpy().tobytes(),
-            sample.loss_mask.to(torch.uint8).numpy().tobytes(),
-        )
-        for sample in samples
-    )
+    return data_fingerprint(map(parts_of_sample, samples))
 
 
 def _check_totals(manifest: Manifest, folder: Path) -> None:
