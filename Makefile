@@ -2,6 +2,7 @@
 # make test         run every test
 # make setup        only prepare the environment (.venv)
 # make lint         check style
+# make clean        remove .venv
 
 VENV ?= .venv
 MINUTES ?= 8
@@ -35,4 +36,4 @@ $(READY): $(REQUIREMENTS)
 	@touch $(READY)
 
 clean:
-	rm -rf $(VENV) $(OUTPUT)
+	rm -rf $(VENV)

