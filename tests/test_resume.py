@@ -227,6 +227,11 @@ def test_keeps_the_last_and_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ):
         with pytest.raises(DSparkError, match=sentence):
             train(resume_settings(tmp_path, **change))
+    # A run from a cache validates on another setting.
+    cached = {**keep, "features": "cache", "validation": "null", "save_interval": 4}
+    resume_settings(tmp_path, **cached, validation_features="held-out").validate()
+    with pytest.raises(DSparkError, match="validation_features is None, save_interval 4"):
+        resume_settings(tmp_path, **cached).validate()
 
 
 def test_a_time_limit_stops_with_its_own_exit_code(tmp_path: Path) -> None:

@@ -308,11 +308,12 @@ class TrainSettings:
                     f"checkpoint.keep_best is {checkpoint.keep_best} and checkpoint.keep_last is not set, which keeps "
                     "every checkpoint; set checkpoint.keep_last too"
                 )
-            if not self.validation or self.save_interval % self.validation_interval:
+            held_out = "validation_features" if self.features else "validation"
+            if not getattr(self, held_out) or self.save_interval % self.validation_interval:
                 raise DSparkError(
-                    f"checkpoint.keep_best is {checkpoint.keep_best} and needs a validation at every save: validation "
-                    f"is {self.validation!r}, save_interval {self.save_interval}, validation_interval "
-                    f"{self.validation_interval}; give validation data and make save_interval a multiple"
+                    f"checkpoint.keep_best is {checkpoint.keep_best} and needs a validation at every save: {held_out} "
+                    f"is {getattr(self, held_out)!r}, save_interval {self.save_interval}, validation_interval "
+                    f"{self.validation_interval}; set {held_out} and make save_interval a multiple"
                 )
         for name in ("time_limit_minutes", "timeout_minutes"):
             value = getattr(self, name)
