@@ -144,6 +144,40 @@ def test_prefix_computes_about_what_is_visible() -> None:
     assert int(ends.sum()) <= computed < 1.06 * int(ends.sum())
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_half_precision_operands_cost_their_own_rounding_alone(name: str) -> None:
+    """As on a GPU: bf16 operands and results, everything else in FP32, against the dense mask over the same values."""
+    layout, documents = case(name)
+    rows = [part.detach().bfloat16() for part in tensors(layout, 70)]
+    half, exact = ([part.to(dtype).requires_grad_() for part in rows] for dtype in (torch.bfloat16, torch.float64))
+    starts, ends = context_spans(layout.padded_anchors, documents)
+    output = prefix._PrefixAttention.apply(*half, ends, prefix.group_blocks(starts, ends, SIZE))
+    expected = block_attention("dense", layout, 70, documents)(*exact)
+    direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(3)).bfloat16()
+    found = [output.detach(), *torch.autograd.grad(output, half, direction)]
+    for ours, theirs in zip(found, [expected, *torch.autograd.grad(expected, exact, direction.double())], strict=True):
+        assert ours.dtype == torch.bfloat16
+        # Rounded operands, sums in FP32: a rounding or two of bf16 (2⁻⁸ each) of the largest value.
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=2**-7 * float(theirs.abs().max()))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="tensor cores are CUDA's")
+@pytest.mark.parametrize("name", KINDS)
+def test_half_precision_on_cuda_equals_single(name: str) -> None:
+    layout, documents = case(name)
+    layout = BlockLayout(**{field: value.cuda() for field, value in vars(layout).items()})
+    attend = block_attention("prefix", layout, 70, None if documents is None else documents.cuda())
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        rows = [part.detach().bfloat16().to(dtype).cuda().requires_grad_() for part in tensors(layout, 70)]
+        output = attend(*rows)
+        results.append([output.detach(), *torch.autograd.grad(output.float().sum(), rows)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found.float(), expected, rtol=0, atol=2**-7 * float(expected.abs().max()))
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FlexAttention's kernel runs on CUDA")
 @pytest.mark.parametrize("name", KINDS)
 def test_flex_kernel_equals_prefix_on_cuda(name: str) -> None:
