@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 SCHEMA = "megatron-dspark/export/1"
 # What every export records, None where the caller does not know it: an absent measurement is visible as such.
 RECORDED = ("run", "conventions", "data", "tau", "accepted_length")
-# Larger weights are split over several files with an index.
 WRITTEN_LAYOUTS = ("deepspec", "speculators")
+# Larger weights are split over several files with an index.
 MAX_SHARD_BYTES = 5_000_000_000
 # safetensors' readers in transformers ask for it.
 _METADATA = {"format": "pt"}

@@ -26,7 +26,7 @@ class ObjectiveConfig:
     """What the loss weighs, and what it is divided by.
 
     Attributes:
-        block_size: slots of a block (gamma in the paper's figures; here always `block_size`).
+        block_size: slots of a block (γ in the paper).
         vocab_size: true size of the vocabulary, without padding.
         ce_weight: weight of the cross-entropy against the label.
         l1_weight: weight of the L1 distance between draft and teacher (sum over the vocabulary, never halved).
