@@ -1,4 +1,7 @@
-"""Every supported layout of at most four ranks equals one process in float64: two steps, exported files included."""
+"""Every supported layout of at most four ranks equals one process in float64: two steps, exported files included.
+
+All of them train a gated head and leave the tables frozen; a few train the RNN head and both tables.
+"""
 
 import itertools
 from dataclasses import dataclass
@@ -129,3 +132,40 @@ def test_layout_equals_one_process(
         assert (tmp_path / "export" / file).read_bytes() == (folder / f"export-{cell.context}" / file).read_bytes(), (
             file
         )
+
+
+# What the other cells do not move: a head with a recurrence, the draft's own embedding, and its LM head beside the
+# teacher's copy.
+TRAINED_TABLES = {"draft.markov_head_type": "rnn", "draft.train_embeddings": True, "draft.train_lm_head": True}
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> dict[int, Record]:
+    """What `references` are, with the RNN head and both tables trained."""
+    return {
+        context: run(
+            0,
+            1,
+            settings(
+                folder, folder / f"trained-{context}", anchor_context_parallel=context, **TRAINED_TABLES
+            ).as_dict(),
+        )
+        for context in (1, 2)
+    }
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [Cell(tensor=2, sequence=True), Cell(context=2), Cell(data=2, distributed=True), Cell(pipeline=2)],
+    ids=lambda cell: cell.name,
+)
+def test_rnn_head_and_trained_tables_equal_one_process(
+    cell: Cell, folder: Path, trained: dict[int, Record], two_ranks: RankPool, tmp_path: Path
+) -> None:
+    moved = trained[cell.context].parameters.keys()
+    assert {"draft.embed_tokens.weight", "draft.lm_head.weight"} <= moved and any(
+        "joint_proj" in name for name in moved
+    )
+    records = two_ranks.run(run, settings(folder, tmp_path / "run", **TRAINED_TABLES, **cell.settings()).as_dict())
+    assert_equal_runs(records, trained[cell.context], TOLERANCE)
+    assert_equal_metrics(compared(tmp_path / "run"), compared(folder / f"trained-{cell.context}"), TOLERANCE)
