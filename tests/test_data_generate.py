@@ -19,11 +19,13 @@ from transformers import AutoModelForCausalLM
 from megatron_dspark.data import generate
 from megatron_dspark.data.chat import encode_messages, encode_prompt, load_tokenizer
 from megatron_dspark.data.decode import Decoder, Request
-from megatron_dspark.data.generate import GenerateSettings, generate_responses
+from megatron_dspark.data.generate import GenerateSettings, _worker_count, generate_responses
 from megatron_dspark.data.messages import read_messages
 from megatron_dspark.data.partial import PartialFile
+from megatron_dspark.data.workers import worker_device
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.sampling import SamplingSettings, distribution
+from megatron_dspark.targets.folder import read_target_config
 from tests.data_support import save_tiny_target
 
 PROMPTS = [
@@ -56,6 +58,16 @@ def decode(decoder: Decoder, requests: list[Request], rows: int, **keys: Any) ->
     assert sorted(answer.index for answer in answers) == list(range(len(requests)))
     assert all(answer.stopped == (answer.tokens[-1] in arguments["stop_ids"]) for answer in answers)
     return {requests[answer.index].key: answer.tokens for answer in answers}
+
+
+def test_workers_share_the_cuda_devices_of_a_machine(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = [worker_device("cuda", worker, 3) for worker in range(5)]
+    assert devices == ["cuda:0", "cuda:1", "cuda:2", "cuda:0", "cuda:1"] and worker_device("cpu", 1, 0) == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    config = read_target_config(target)
+    assert _worker_count(GenerateSettings(device="cuda"), config, prompts=11) == 3
+    assert _worker_count(GenerateSettings(device="cuda", workers=8), config, prompts=11) == 8
 
 
 def run(target: Path, output: Path, **settings: Any) -> bytes:

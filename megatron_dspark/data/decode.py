@@ -125,7 +125,7 @@ class Decoder:
 
         Args:
             folder: its Hugging Face folder (Llama or Qwen3, dense).
-            device: "cpu" or "cuda".
+            device: "cpu", "cuda" or one CUDA device, as "cuda:1".
             dtype: "float32", "bfloat16" or "auto" (the dtype it is stored in).
             threads: CPU threads of one operation.
         """

@@ -51,7 +51,8 @@ class GenerateSettings:
         top_k: most probable tokens kept; 0 keeps all.
         seed: of the random numbers; each answer's depend on this and its id only.
         batch_size: answers that one worker generates at once, about: prompts are dealt evenly.
-        workers: processes; 0 is one per CPU core (as far as memory allows), or one on a GPU.
+        workers: processes; 0 is one per CPU core (as far as memory allows), or one per CUDA device. More workers than
+            devices share them.
         threads: CPU threads of one worker.
         device: "cpu", "cuda" or "auto" (CUDA where there is one).
         dtype: "float32", "bfloat16" or "auto" (float32 on a CPU, the stored dtype on a GPU).
@@ -287,10 +288,8 @@ def _entry(
 
 
 def _worker_count(settings: GenerateSettings, target: TargetConfig, prompts: int) -> int:
-    if settings.device == "cuda":
-        return 1 if settings.workers == 0 else settings.workers
-    if settings.workers:
-        return min(settings.workers, prompts)
+    if settings.workers or settings.device == "cuda":
+        return min(settings.workers or torch.cuda.device_count(), prompts)
     cores = len(os.sched_getaffinity(0)) // settings.threads
     stored = sum(file.stat().st_size for file in target.folder.glob("*.safetensors"))
     # Weights are stored in 2 bytes as a rule and held in 4; the cache and activations of a batch need about as much.

@@ -4,6 +4,7 @@ Each worker loads the target once and is sent one unit after another; a worker t
 sentence, a job that dies takes its workers down within a second (their next message finds no reader).
 """
 
+import dataclasses
 import multiprocessing
 import signal
 import time
@@ -84,6 +85,11 @@ def answer_units(
         torch.set_num_threads(threads)
 
 
+def worker_device(device: str, worker: int, devices: int) -> str:
+    """Return the device of a worker by its number: workers on CUDA take its `devices` in turn."""
+    return f"cuda:{worker % devices}" if device == "cuda" else device
+
+
 def _answer_in_processes(
     job: Job, units: dict[int, list[Request]], workers: int, on_tokens: Callable[[int], None]
 ) -> Iterator[tuple[int, Finished]]:
@@ -91,9 +97,11 @@ def _answer_in_processes(
     context = multiprocessing.get_context("spawn")
     running: dict[Any, Any] = {}
     try:
-        for _ in range(workers):
+        for number in range(workers):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(job, theirs), daemon=True)
+            device = worker_device(job.device, number, torch.cuda.device_count())
+            own = dataclasses.replace(job, device=device)
+            process = context.Process(target=_serve, args=(own, theirs), daemon=True)
             process.start()
             theirs.close()
             running[ours] = process
