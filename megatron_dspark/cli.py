@@ -102,9 +102,15 @@ def prepare(
         int, typer.Option(help="Everyday questions to measure beside a narrow domain (general_heldout.jsonl).")
     ] = 0,
     batch_size: Annotated[int, typer.Option(help="Responses generated at once by each worker.")] = 64,
-    workers: Annotated[int, typer.Option(help="Generating processes of one thread each; 0 takes every core.")] = 0,
+    workers: Annotated[
+        int, typer.Option(help="Generating processes; 0 is one of one thread per core, or one per CUDA device.")
+    ] = 0,
     device: Annotated[str, typer.Option(help='"auto", "cpu" or "cuda".')] = "auto",
     supervise: Annotated[str, typer.Option(help='Train on "all" replies of a conversation or on the "last".')] = "all",
+    template_options: Annotated[
+        str,
+        typer.Option(help='JSON object for the target\'s chat template, for example {"enable_thinking": false}.'),
+    ] = "{}",
     seed: Annotated[int, typer.Option(help="Seed of prompts and responses.")] = 0,
     keep_responses: Annotated[
         bool, typer.Option("--keep-responses", help="Train on the conversations of a JSONL file as they are.")
@@ -135,6 +141,7 @@ def prepare(
             workers=workers,
             device=device,
             supervise=supervise,
+            template_options=_json_object("--template-options", template_options),
             seed=seed,
             keep_responses=keep_responses,
             time_limit_seconds=time_limit,
@@ -306,21 +313,32 @@ def verify(
         from megatron_dspark.files import sha256
         from megatron_dspark.hf.from_checkpoint import record_accepted_length
 
-        way = "greedy" if temperature == 0 else f"temperature {temperature:g}"
         command = (
             f"megatron-dspark verify --prompts {prompts.name} --limit {limit} --max-new-tokens {max_new_tokens} "
             f"--temperature {temperature:g} --dtype {dtype}"
         )
+        others = {"top-p": (top_p, 1.0), "top-k": (top_k, 0), "seed": (seed, 0), "device": (device, "cpu")}
+        command += "".join(f" --{name} {value}" for name, (value, default) in others.items() if value != default)
         measured = {
             "tokens_per_iteration": report.accepted_length,
             "prompts": report.prompts,
             "prompts_sha256": sha256(prompts),
             "command": command,
         }
-        record_accepted_length(draft, {way: measured})
+        record_accepted_length(draft, {report.rule: measured})
     _show(report, as_json)
     if any(not mismatch.explained_by_rounding for mismatch in report.exactness.mismatches):
         raise typer.Exit(1)
+
+
+def _json_object(option: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise DSparkError(f"{option} is {text!r}, which is no JSON object; write for example '{{\"name\": false}}'")
+    return value
 
 
 def _without_answer(record: dict[str, Any]) -> dict[str, Any]:

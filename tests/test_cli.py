@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from megatron_dspark import cli
+from megatron_dspark.errors import DSparkError
+from tests.data_support import save_tiny_target
 
 
 def run(*words: str) -> subprocess.CompletedProcess:
@@ -32,6 +35,28 @@ def test_a_refusal_is_one_whole_sentence_and_exit_code_2() -> None:
     # Square brackets are no markup.
     assert done.stderr.startswith("error: the recipe 'recipes/[bold]none.py:f' is not FILE.py:FUNCTION")
     assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["[1]", "enable_thinking=false", "null"])
+def test_template_options_are_a_json_object(text: str, tmp_path: Path) -> None:
+    with pytest.raises(DSparkError, match=r"--template-options is .* no JSON object; write for example"):
+        cli.prepare(tmp_path / "out", template_options=text)
+    assert not (tmp_path / "out").exists()
+
+
+def test_template_options_reach_the_conversations(tmp_path: Path) -> None:
+    target, data = save_tiny_target(tmp_path / "target"), tmp_path / "data.jsonl"
+    data.write_text(
+        "".join(
+            json.dumps({"messages": [{"role": "user", "content": name}, {"role": "assistant", "content": "b"}]}) + "\n"
+            for name in "xy"
+        )
+    )
+    words = ["--output", str(tmp_path / "out"), "--target", str(target), "--prompts", str(data), "--keep-responses"]
+    words += ["--heldout-samples", "1", "--template-options", '{"enable_thinking": false}']
+    assert CliRunner().invoke(cli.app, ["prepare", *words]).exit_code == 0
+    records = [json.loads((tmp_path / "out" / name).read_text()) for name in ("train.jsonl", "heldout.jsonl")]
+    assert [record["template_options"] for record in records] == [{"enable_thinking": False}] * 2
 
 
 def test_results_are_strict_json(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,14 @@ def test_the_accepted_length_is_recorded_with_its_command(
             "--dtype float32",
         }
     }
+    # Every way of sampling has its own entry, and its command all that decides the number.
+    cli.verify(tmp_path / "draft", TINY / "model", prompts, 1, 4, 0.7, top_p=0.9, top_k=20, seed=3, record=True)
+    record = json.loads((tmp_path / "draft" / "dspark_export.json").read_text())
+    assert list(record["accepted_length"]) == ["greedy", "temperature 0.7, top-k 20, top-p 0.9"]
+    assert record["accepted_length"]["temperature 0.7, top-k 20, top-p 0.9"]["command"] == (
+        "megatron-dspark verify --prompts heldout.jsonl --limit 1 --max-new-tokens 4 --temperature 0.7 --dtype float32 "
+        "--top-p 0.9 --top-k 20 --seed 3"
+    )
     assert "greedy: **" in (tmp_path / "draft" / "README.md").read_text()
     assert lint_folder(tmp_path / "draft").ok
 

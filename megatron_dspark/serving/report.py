@@ -136,7 +136,9 @@ class VerifyReport:
             parts.append(self._mismatch_table())
         return Group(*parts)
 
-    def _rule(self) -> str:
+    @property
+    def rule(self) -> str:
+        """How tokens were chosen, in words; one measurement is recorded for each."""
         if self.temperature == 0:
             return "greedy"
         kept = [f"top-k {self.top_k}"] if self.top_k else []
@@ -144,7 +146,7 @@ class VerifyReport:
         return ", ".join([f"temperature {self.temperature:g}", *kept])
 
     def _summary(self) -> Table:
-        table = Table(title=f"Verification: {self._rule()}, {self.dtype} on {self.device}", show_header=False)
+        table = Table(title=f"Verification: {self.rule}, {self.dtype} on {self.device}", show_header=False)
         table.add_column()
         table.add_column(justify="right")
         table.add_row("same tokens as the target alone", self._exactness_text())
