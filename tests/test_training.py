@@ -227,6 +227,7 @@ def test_refuses_before_any_file_is_made(reference: tuple[Path, dict[str, torch.
         ),
         ({"draft.mask_token_id": "null"}, "draft.mask_token_id is not set"),
         ({"draft.mask_token_id": 10**6}, "outside the vocabulary"),
+        ({"draft.mask_token_id": 202}, "draft.mask_token_id 202 stands in the sample 'train-0000', so it is"),
         ({"draft.target_layer_ids": "[5,2]"}, "must strictly increase"),
         ({"target": tmp_path / "nowhere"}, "does not exist"),
         ({"data": tmp_path / "nowhere.jsonl"}, r"training data .* does not exist"),

@@ -1,5 +1,6 @@
 """What a run is made of before its first step: modules, optimizer, schedule, and whether it may go on."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_dspark.builder import DSparkModelBuilder
 from megatron_dspark.config import DSparkModelConfig
+from megatron_dspark.data.chat import ChatSample
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.features.pipeline import ForwardCommunicator
 from megatron_dspark.files import sha256
@@ -111,6 +113,24 @@ def describe_data(settings: TrainSettings) -> dict[str, Any]:
             f"the training data {path} does not exist or is no file; make it with megatron-dspark prepare"
         )
     return {"file": path.name, "sha256": sha256(path)}
+
+
+# Of an ordinary token, so many conversations hold one; a corpus need not be read to its end for it.
+_CONVERSATIONS_LOOKED_AT = 1000
+
+
+def refuse_mask_in_data(samples: Sequence[ChatSample], mask_token_id: int) -> None:
+    """Refuse a mask that conversations hold: the draft could not tell what is to be proposed from what stands there.
+
+    Raises:
+        DSparkError: names the first sample that has it.
+    """
+    for sample in samples[:_CONVERSATIONS_LOOKED_AT]:
+        if bool((sample.input_ids == mask_token_id).any()):
+            raise DSparkError(
+                f"draft.mask_token_id {mask_token_id} stands in the sample {sample.sample_id!r}, so it is a token of "
+                "ordinary text or of the chat template; name one that the target's tokenizer never produces"
+            )
 
 
 # Where files are may differ from machine to machine; what they hold may not.
