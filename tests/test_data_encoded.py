@@ -102,3 +102,20 @@ def test_a_cache_folder_that_cannot_be_written_is_one_sentence(
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "file")
     with pytest.raises(DSparkError, match=r"could not be kept in .*file .*set HF_DATASETS_CACHE"):
         load_samples(conversations(tmp_path / "chat.jsonl", 3, seed=9), target, 300)
+
+
+def test_a_damaged_file_is_not_used(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    path = conversations(tmp_path / "chat.jsonl", 30, seed=11)
+    whole = load_samples(path, target, 300)
+    (file,) = (tmp_path / "cache").rglob("*.arrow")
+    content = file.read_bytes()
+    ids = whole[7].input_ids.numpy().astype("<i4").tobytes()
+    file.write_bytes(content.replace(ids, ids[:-4] + b"\1\0\0\0"))
+    samples = load_samples(path, target, 300)
+    assert samples[6].sample_id == "11-6"
+    with pytest.raises(DSparkError, match=r"is damaged \(the sample '11-7' is not what was encoded\); remove"):
+        samples[7]
+    file.write_bytes(content[: len(content) // 2])
+    with pytest.raises(DSparkError, match=r"encoded conversations in .*cache is damaged"):
+        load_samples(path, target, 300)

@@ -19,6 +19,7 @@ from typing import Any, overload
 
 import datasets
 import numpy
+import pyarrow
 import pyarrow.compute
 import torch
 from datasets.exceptions import DatasetGenerationError
@@ -34,6 +35,7 @@ from megatron_dspark.targets.folder import TOKENIZER_FILES
 _ENCODING = 1
 # From so much text on, a process of its own pays.
 _BYTES_PER_PROCESS = 2 * 2**20
+_SAMPLE_COLUMNS = ("id", "input_ids", "loss_mask", "digest")
 # What an encoded file depends on besides its content.
 _LIBRARIES = ("megatron-dspark", "tokenizers", "transformers", "jinja2")
 
@@ -45,11 +47,11 @@ class EncodedSamples(Sequence[ChatSample]):
         """Wrap what `load_samples` made.
 
         Args:
-            table: Arrow table of id, input_ids, loss_mask and digest.
+            table: Arrow table of id, input_ids, loss_mask and digest; a sample is compared with its digest when read.
             numbers: its rows; None for all.
         """
         self._table = table
-        self._ids, self._tokens, self._masks = (table.column(name) for name in ("id", "input_ids", "loss_mask"))
+        self._ids, self._tokens, self._masks, self._digests = map(table.column, _SAMPLE_COLUMNS)
         self._numbers = range(table.num_rows) if numbers is None else numbers
 
     def __len__(self) -> int:
@@ -63,12 +65,15 @@ class EncodedSamples(Sequence[ChatSample]):
         if isinstance(index, slice):
             return EncodedSamples(self._table, self._numbers[index])
         number = self._numbers[index]
-        return ChatSample(
+        sample = ChatSample(
             self._ids[number].as_py(),
             # A copy each: the file is mapped read-only.
             torch.from_numpy(self._tokens[number].values.to_numpy().astype(numpy.int64)),
             torch.from_numpy(self._masks[number].values.to_numpy(zero_copy_only=False).copy()),
         )
+        if sample_digest(parts_of_sample(sample)) != self._digests[number].as_py():
+            raise _damaged(f"the sample {sample.sample_id!r} is not what was encoded")
+        return sample
 
     @property
     def lengths(self) -> list[int]:
@@ -110,14 +115,16 @@ def load_samples(path: str | Path, target_folder: str | Path, max_length: int) -
         settings = {"path": str(path), "folder": str(folder), "max_length": max_length, "vocabulary": vocabulary}
         try:
             table = _table(parts, {**settings, "told": told}, _identity(**settings))
-        except (DatasetGenerationError, OSError) as error:
+        except (DatasetGenerationError, pyarrow.ArrowInvalid, OSError) as error:
             refusals = sorted(Path(told).iterdir(), key=lambda part: int(part.name))
             if refusals:
                 raise DSparkError(refusals[0].read_text()) from None
             # Of what fails in another process only the text arrives.
             reason = re.search(r"\[Errno \d+\] .*", "".join(traceback.format_exception(error)))
-            if reason is None:
+            if reason is None and isinstance(error, DatasetGenerationError):
                 raise
+            if reason is None:
+                raise _damaged(str(error)) from error
             raise DSparkError(
                 f"the encoded conversations of {path} could not be kept in {datasets.config.HF_DATASETS_CACHE} "
                 f"({reason.group()}); make room there, or set HF_DATASETS_CACHE to another folder that can be written"
@@ -125,6 +132,13 @@ def load_samples(path: str | Path, target_folder: str | Path, max_length: int) -
     if pyarrow.compute.count_distinct(table.column("id")).as_py() < table.num_rows:
         refuse_repeated(path, zip(table.column("id").to_pylist(), table.column("line").to_pylist(), strict=True))
     return EncodedSamples(table)
+
+
+def _damaged(what: str) -> DSparkError:
+    return DSparkError(
+        f"a file of encoded conversations in {datasets.config.HF_DATASETS_CACHE} is damaged ({what}); remove the "
+        "folder generator in there, and they are encoded again"
+    )
 
 
 def _table(parts: list[tuple[int, int, int]], settings: dict[str, Any], identity: str) -> Any:
