@@ -35,6 +35,14 @@ def fixtures() -> Path:
     return FIXTURES
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A module's own folder with what `parallel_support.settings` names: a tiny target and its conversations."""
+    from tests.parallel_support import save_inputs
+
+    return save_inputs(tmp_path_factory.mktemp("inputs"))
+
+
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[RankPool]:
     pool = RankPool(2)

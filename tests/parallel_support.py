@@ -83,6 +83,13 @@ def save_conversations(path: Path, conversations: Sequence[tuple[str, str]] = CO
     return path
 
 
+def save_inputs(folder: Path, tied: bool = False) -> Path:
+    """What `settings` names in `folder`: a target, and conversations to train on and to validate with."""
+    save_target(folder / "target", tied)
+    save_conversations(folder / "data.jsonl")
+    return folder
+
+
 def settings(folder: Path, output: Path, **changes: Any) -> TrainSettings:
     """Two steps of one process with everything in one micro-batch; `changes` lay it out otherwise."""
     base = TrainSettings(

@@ -16,8 +16,6 @@ from tests.parallel_support import (
     assert_equal_runs,
     compared,
     run,
-    save_conversations,
-    save_target,
     settings,
 )
 
@@ -73,14 +71,6 @@ def test_blocks_across_ranks_are_refused_by_every_rank() -> None:
         shard.refuse_split_blocks(blocks(last=4))
         with pytest.raises(DSparkError, match="the target's output at row 4, which another context-parallel rank"):
             shard.refuse_split_blocks(blocks(last=5))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("context")
-    save_target(folder / "target")
-    save_conversations(folder / "data.jsonl")
-    return folder
 
 
 @pytest.fixture(scope="module")

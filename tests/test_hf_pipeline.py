@@ -17,7 +17,7 @@ from megatron_dspark.training.run import _Run, train
 from megatron_dspark.training.settings import TrainSettings, settings_from_dict
 from tests.distributed import RankPool
 from tests.megatron import megatron_tensors
-from tests.parallel_support import save_conversations, save_target, settings
+from tests.parallel_support import save_target, settings
 
 VOCABULARY = 259  # Megatron pads its tables to 384 rows.
 TABLES = ("embed_tokens.weight", "lm_head.weight", "markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
@@ -82,11 +82,8 @@ def assert_same_files(folder: Path, expected: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hf-pipeline")
-    save_target(folder / "target")
+def folder(folder: Path) -> Path:
     save_target(folder / "tied", tied=True)
-    save_conversations(folder / "data.jsonl")
     return folder
 
 

@@ -17,8 +17,6 @@ from tests.parallel_support import (
     assert_equal_runs,
     compared,
     run,
-    save_conversations,
-    save_target,
     settings,
 )
 
@@ -86,14 +84,6 @@ def test_samples_and_anchors_are_the_same_however_they_are_dealt(ranks: int, row
         assert contents([batch for batches in of_ranks for batch in batches]) == expected[step]
         for batch in (batch for batches in of_ranks for batch in batches):
             assert batch.input_ids.shape[1] <= 64 and batch.input_ids.shape[1] % (2 * size if size > 1 else 1) == 0
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("packing")
-    save_target(folder / "target")
-    save_conversations(folder / "data.jsonl")
-    return folder
 
 
 @pytest.fixture(scope="module")

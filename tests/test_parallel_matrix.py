@@ -18,8 +18,6 @@ from tests.parallel_support import (
     assert_equal_runs,
     compared,
     run,
-    save_conversations,
-    save_target,
     settings,
 )
 
@@ -87,15 +85,6 @@ def cells() -> list[Cell]:
 
 
 CELLS = cells()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny target and its conversations."""
-    folder = tmp_path_factory.mktemp("matrix")
-    save_target(folder / "target")
-    save_conversations(folder / "data.jsonl")
-    return folder
 
 
 @pytest.fixture(scope="module")

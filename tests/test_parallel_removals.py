@@ -12,8 +12,6 @@ from tests.parallel_support import (
     assert_equal_runs,
     compared,
     run,
-    save_conversations,
-    save_target,
     settings,
 )
 from tests.removals import FAILS, METRICS, NORM, REFUSED, REMOVALS, Removal
@@ -25,14 +23,6 @@ LAYOUTS = {cell.name: cell for cell in CELLS}
 def run_without(rank: int, size: int, values: dict[str, Any], number: int) -> Record:
     with REMOVALS[number].without():
         return run(rank, size, values)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("removals")
-    save_target(folder / "target")
-    save_conversations(folder / "data.jsonl")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from megatron_dspark.features.cache.precompute import precompute
 from megatron_dspark.parallel_rules import RANK_RULES, RULES, RUN_RULES, TARGET_RULES, Rule, render_tables
 from megatron_dspark.training.run import train
 from tests.megatron import tiny_config
-from tests.parallel_support import save_conversations, save_target, settings
+from tests.parallel_support import settings
 from tests.removals import REMOVALS
 from tests.test_parallel_matrix import CELLS
 
@@ -93,14 +93,6 @@ def test_every_rule_has_an_example() -> None:
     assert {rule.refused for rule in every} == {*CONFIGS, *RUNS, *PRECOMPUTES} and len(every) == len(
         {rule.refused for rule in every}
     )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("rules")
-    save_target(folder / "target")
-    save_conversations(folder / "data.jsonl")
-    return folder
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one of them is refused without CUDA only")

@@ -15,7 +15,6 @@ from tests.parallel_support import (
     compared,
     run,
     save_conversations,
-    save_target,
     settings,
 )
 from tests.test_parallel_matrix import CELLS, Cell
@@ -32,9 +31,7 @@ LAYOUTS += [(cell, "weights") for cell in CELLS if cell.name in ("TP2-SP", "PP2"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("uneven")
-    save_target(folder / "target")
+def folder(folder: Path) -> Path:
     for name, conversations in {**DATA, "all": CONVERSATIONS}.items():
         save_conversations(folder / f"{name}.jsonl", conversations)
     return folder

@@ -16,7 +16,7 @@ from megatron_dspark.training.run import train
 from megatron_dspark.training.settings import settings_from_dict
 from tests.distributed import RankPool
 from tests.megatron import process_groups, tiny_config
-from tests.parallel_support import Record, assert_equal_runs, run, save_conversations, save_target, settings
+from tests.parallel_support import Record, assert_equal_runs, run, save_inputs, settings
 
 ONE: dict[str, Any] = {}
 PIPELINES = {
@@ -29,10 +29,7 @@ PIPELINES = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with tied embeddings, whose last stage has a copy of the first one's."""
-    folder = tmp_path_factory.mktemp("pipeline")
-    save_target(folder / "target", tied=True)
-    save_conversations(folder / "data.jsonl")
-    return folder
+    return save_inputs(tmp_path_factory.mktemp("pipeline"), tied=True)
 
 
 @pytest.mark.parametrize("layout", PIPELINES)
