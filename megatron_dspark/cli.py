@@ -1,13 +1,10 @@
 """The command line: prepare data, train a drafter, export it, verify it."""
 
-import contextlib
-import functools
 import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -16,9 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from safetensors import SafetensorError
 
-from megatron_dspark.cli_cache import add_commands as add_cache_commands
+from megatron_dspark.cli_cache import cache, precompute
+from megatron_dspark.cli_output import Json, is_first_rank, show, verb
 from megatron_dspark.errors import DSparkError, LostRankError
-from megatron_dspark.files import json_text
 from megatron_dspark.quiet import quiet_logs
 
 app = typer.Typer(
@@ -30,8 +27,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-
-Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on standard output.")]
 
 Layout = Literal["deepspec", "speculators"]
 MaxFileGb = Annotated[float, typer.Option(help="Size of weight file, in GB, above which weights are split.", min=0.001)]
@@ -49,7 +44,7 @@ def main() -> None:
     try:
         app()
     except DSparkError as error:
-        _end_with(str(error), aloud=_is_first_rank() or isinstance(error, LostRankError))
+        _end_with(str(error), aloud=is_first_rank() or isinstance(error, LostRankError))
     except (OSError, SafetensorError) as error:
         # What the system refuses at a place that no check foresaw: a disk that is read-only or full, a damaged file.
         _end_with(f"{error}; see to the permissions, the free space and the file there, then start again", aloud=True)
@@ -65,23 +60,7 @@ def _end_with(sentence: str, aloud: bool) -> NoReturn:
     sys.exit(2)
 
 
-def _verb(function: Callable[..., None]) -> Callable[..., None]:
-    """Add a verb. What the libraries below print goes to standard error, which is not where results are."""
-
-    @app.command(name=function.__name__.removesuffix("_"))
-    @functools.wraps(function)
-    def run(*arguments: Any, **options: Any) -> None:
-        with contextlib.redirect_stdout(sys.stderr):
-            function(*arguments, **options)
-
-    return run
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
-@_verb
+@verb(app)
 def prepare(
     output: Annotated[Path, typer.Option(help="Folder to write: train.jsonl, heldout.jsonl, prepare.json.")],
     target: Annotated[
@@ -147,10 +126,10 @@ def prepare(
             time_limit_seconds=time_limit,
         )
     )
-    _show(report, as_json)
+    show(report, as_json)
 
 
-@_verb
+@verb(app)
 def train(
     recipe: Annotated[str, typer.Option(help="A recipe function, as FILE.py:FUNCTION, that returns TrainSettings.")],
     target: Annotated[Path | None, typer.Option(help="Hugging Face folder of the target.")] = None,
@@ -192,13 +171,12 @@ def train(
     from megatron_dspark.training.run import train as run_train
 
     report = run_train(settings, resume=not no_resume)
-    if _is_first_rank():
-        _show(report, as_json)
+    show(report, as_json)
     if report.stopped:
         raise typer.Exit(EXIT_STOPPED)
 
 
-@_verb
+@verb(app)
 def export(
     run: Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints/step-… folders.")],
     output: Annotated[Path, typer.Option(help="Hugging Face folder to write; it must not hold anything yet.")],
@@ -223,11 +201,10 @@ def export(
         target_name=target_name,
         max_shard_bytes=_file_bytes(max_file_gb),
     )
-    if _is_first_rank():
-        _show(report, as_json)
+    show(report, as_json)
 
 
-@_verb
+@verb(app)
 def import_(
     folder: Annotated[
         Path, typer.Argument(help="A draft of DeepSpec, NeMo AutoModel, SpecForge, ModelOpt, speculators.")
@@ -249,10 +226,10 @@ def import_(
     report = import_draft(
         folder, output, target=target, dtype=dtype, layout=layout, max_shard_bytes=_file_bytes(max_file_gb)
     )
-    _show(report, as_json)
+    show(report, as_json)
 
 
-@_verb
+@verb(app)
 def lint(
     folder: Annotated[Path, typer.Argument(help="A draft's Hugging Face folder.")],
     engine: Annotated[
@@ -265,14 +242,14 @@ def lint(
 
     report = lint_folder(folder)
     refusal = None if engine is None else report.engine(engine)
-    _show(report, as_json)
+    show(report, as_json)
     if refusal is not None and not refusal.loads:
         raise DSparkError(f"{refusal.engine} will not load {folder.name}: {refusal.reasons[0]}")
     if not report.ok:
         raise typer.Exit(1)
 
 
-@_verb
+@verb(app)
 def verify(
     draft: Annotated[Path, typer.Option(help="The exported drafter's folder.")],
     target: Annotated[Path, typer.Option(help="The target's Hugging Face folder.")],
@@ -326,7 +303,7 @@ def verify(
             "command": command,
         }
         record_accepted_length(draft, {report.rule: measured})
-    _show(report, as_json)
+    show(report, as_json)
     if any(not mismatch.explained_by_rounding for mismatch in report.exactness.mismatches):
         raise typer.Exit(1)
 
@@ -350,11 +327,5 @@ def _file_bytes(gigabytes: float) -> int:
     return int(gigabytes * 1e9)
 
 
-def _show(report: Any, as_json: bool) -> None:
-    if as_json:
-        print(json_text(report.as_dict()), file=sys.__stdout__)
-    else:
-        Console(file=sys.__stdout__).print(report.render())
-
-
-add_cache_commands(app, _show)
+verb(app)(precompute)
+app.add_typer(cache, name="cache")

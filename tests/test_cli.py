@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from megatron_dspark import cli
+from megatron_dspark import cli, cli_output
 from megatron_dspark.errors import DSparkError
 from tests.data_support import save_tiny_target
 
@@ -65,14 +66,13 @@ def test_results_are_strict_json(monkeypatch: pytest.MonkeyPatch) -> None:
             return {"tau": math.nan, "slots": [{"rate": math.inf}], "steps": 3}
 
     monkeypatch.setattr(sys, "__stdout__", io.StringIO())
-    cli._show(Report(), True)
+    cli_output.show(Report(), True)
     text = sys.__stdout__.getvalue()
     assert json.loads(text, parse_constant=pytest.fail) == {"tau": None, "slots": [{"rate": None}], "steps": 3}
 
 
 def test_a_verb_keeps_standard_output_for_its_result(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    chatty = cli._verb(lambda: print("a library's greeting"))
-    cli.app.registered_commands.pop()
+    chatty = cli_output.verb(typer.Typer())(lambda: print("a library's greeting"))
     chatty()
     assert capfd.readouterr() == ("", "a library's greeting\n")
 
