@@ -46,6 +46,10 @@ class MarkovHead(MegatronModule):
         self.rank = rank
         self.markov_w1 = VocabParallelTable(padded_vocab_size, rank, vocab_size, config, pg_collection)
         self.markov_w2 = VocabParallelTable(padded_vocab_size, rank, vocab_size, config, pg_collection)
+        self.add_projections()
+
+    def add_projections(self) -> None:
+        """Make what the latent needs beside W1 and W2; the vanilla head needs nothing."""
 
     def embed(self, previous_ids: Tensor) -> Tensor:
         """Return e = W1[previous_ids], [N, γ, r], for `previous_ids` [N, γ]."""
@@ -59,16 +63,9 @@ class MarkovHead(MegatronModule):
 class GatedMarkovHead(MarkovHead):
     """Gated Markov head: latent = σ(W_g [h; e] + b) ⊙ e."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        padded_vocab_size: int,
-        vocab_size: int,
-        rank: int,
-        pg_collection: ProcessGroupCollection,
-    ) -> None:
-        super().__init__(config, padded_vocab_size, vocab_size, rank, pg_collection)
-        self.gate_proj = replicated_linear(config.hidden_size + rank, rank, config)
+    def add_projections(self) -> None:
+        """See `MarkovHead.add_projections`."""
+        self.gate_proj = replicated_linear(self.config.hidden_size + self.rank, self.rank, self.config)
 
     def latent(self, hidden: Tensor, embedding: Tensor) -> Tensor:
         """See `MarkovHead.latent`."""
@@ -78,16 +75,9 @@ class GatedMarkovHead(MarkovHead):
 class RecurrentHead(MarkovHead):
     """RNN head: (g, c, o) = W_j [s; e; h] + b, s' = σ(g) ⊙ s + (1 − σ(g)) ⊙ tanh(c), latent = tanh(o), s_0 = 0."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        padded_vocab_size: int,
-        vocab_size: int,
-        rank: int,
-        pg_collection: ProcessGroupCollection,
-    ) -> None:
-        super().__init__(config, padded_vocab_size, vocab_size, rank, pg_collection)
-        self.joint_proj = replicated_linear(2 * rank + config.hidden_size, 3 * rank, config)
+    def add_projections(self) -> None:
+        """See `MarkovHead.add_projections`."""
+        self.joint_proj = replicated_linear(2 * self.rank + self.config.hidden_size, 3 * self.rank, self.config)
 
     def latent(self, hidden: Tensor, embedding: Tensor) -> Tensor:
         """See `MarkovHead.latent`."""
