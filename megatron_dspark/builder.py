@@ -21,6 +21,7 @@ from megatron_dspark.errors import DSparkError  # noqa: E402
 from megatron_dspark.features.colocated import FrozenTarget, load_target  # noqa: E402
 from megatron_dspark.model.draft import DSparkDraft  # noqa: E402
 from megatron_dspark.model.model import DSparkModel  # noqa: E402
+from megatron_dspark.parallel_rules import check_target_split  # noqa: E402
 from megatron_dspark.targets.folder import (  # noqa: E402
     TargetConfig,
     copy_rows,
@@ -67,8 +68,9 @@ class DSparkModelBuilder(GPTModelBuilder):
             vp_stage: virtual pipeline stage, None without.
 
         Raises:
-            DSparkError: the config does not fit the target (see `check_against_target`) or itself, or the loop would
-                wait for gradients that a frozen target's stages do not send.
+            DSparkError: the config does not fit the target (see `check_against_target`) or itself, the target cannot
+                be split over the tensor-parallel ranks, or the loop would wait for gradients that a frozen target's
+                stages do not send.
         """
         config = self._model_config
         config.finalize()
@@ -88,6 +90,7 @@ class DSparkModelBuilder(GPTModelBuilder):
         if config.target_path is not None:
             target_config = read_target_config(config.target_path)
             check_against_target(config, target_config)
+            check_target_split(target_config, config.transformer.tensor_model_parallel_size)
             if self._targets is None:
                 # Megatron-Bridge loads all stages of a rank together.
                 self._targets = load_target(

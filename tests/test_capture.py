@@ -100,6 +100,9 @@ def test_target_that_does_not_belong_is_refused(tmp_path: Path) -> None:
     save_target(tmp_path, "qwen3", vocab_size=140)
     with pytest.raises(DSparkError, match=r"vocab_size is 131 .* has 140"):
         colocated(tmp_path)
+    save_target(tmp_path / "odd", "qwen3", intermediate_size=97)
+    with pytest.raises(DSparkError, match="intermediate_size 97, which tensor_model_parallel_size 2 does not divide"):
+        colocated(tmp_path / "odd", transformer={"tensor_model_parallel_size": 2})
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(DSparkError, match="not valid JSON"):
         colocated(tmp_path)

@@ -25,8 +25,6 @@ from megatron_dspark.features.target_attention import (
     document_runs,
     with_document_attention,
 )
-from megatron_dspark.parallel_rules import check_target_split
-from megatron_dspark.targets.folder import read_target_config
 
 
 @dataclass(frozen=True)
@@ -164,15 +162,12 @@ def load_target(
     Every rank loads the layers of its own pipeline stages alone, one `FrozenTarget` for each.
 
     Args:
-        folder: the target's folder.
+        folder: the target's folder, read and checked by the caller (`targets.folder.read_target_config`,
+            `parallel_rules.check_target_split`): a job refuses before it has process groups.
         target_layer_ids: taps to capture.
         transformer: the draft's config: the target takes its precision, parallel sizes and implementation.
         pg_collection: this rank's groups (Megatron-Core's parallel state must be initialised to the same sizes).
-
-    Raises:
-        DSparkError: the target cannot be split over the tensor-parallel ranks, or is of another architecture.
     """
-    check_target_split(read_target_config(folder), transformer.tensor_model_parallel_size)
     from megatron.bridge import AutoBridge
     from megatron.bridge.models.gpt_provider import local_layer_spec
 
