@@ -16,6 +16,7 @@ import torch
 from megatron_dspark import platform
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.objective.compiled import check_kernel
+from megatron_dspark.objective.loss import ObjectiveConfig
 from megatron_dspark.parallel_rules import check_parallelism, check_ranks
 
 platform.prepare()
@@ -28,7 +29,6 @@ from megatron.bridge.utils.instantiate_utils import register_allowed_target_pref
 register_allowed_target_prefix("megatron_dspark.")
 
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
-LOSS_NORMALIZERS = ("tokens", "weights")
 BLOCK_ATTENTIONS = ("prefix", "flex", "dense")
 
 
@@ -175,11 +175,19 @@ class DSparkModelConfig(GPTModelConfig):
         Raises:
             DSparkError: one sentence naming the setting, both values and the way out.
         """
-        for rule in (_check_shape, _check_block_and_taps, _check_heads, _check_objective, _check_precision):
+        for rule in (_check_shape, _check_objective, _check_block_and_taps, _check_heads, _check_precision):
             rule(self)
         check_parallelism(self)
         if world_size is not None:
             check_ranks(self, world_size)
+
+    def objective_config(self) -> ObjectiveConfig:
+        """Return what the loss needs of this config: the fields of the same names.
+
+        Raises:
+            DSparkError: the objective has no such settings.
+        """
+        return ObjectiveConfig(**{item.name: getattr(self, item.name) for item in dataclasses.fields(ObjectiveConfig)})
 
     @property
     def head_dim(self) -> int:
@@ -298,8 +306,6 @@ def _check_shape(config: DSparkModelConfig) -> None:
 
 
 def _check_block_and_taps(config: DSparkModelConfig) -> None:
-    if config.block_size < 1:
-        raise DSparkError(f"block_size must be at least 1, and it is {config.block_size}")
     if config.num_anchors < 1:
         raise DSparkError(f"num_anchors must be at least 1, and it is {config.num_anchors}")
     if not 0 <= config.mask_token_id < config.vocab_size:
@@ -348,15 +354,7 @@ def _check_objective(config: DSparkModelConfig) -> None:
             "calculate_per_token_loss is False, which would train a mean of micro-batch means instead of the mean over "
             "all supervised slots; set it to True"
         )
-    if config.loss_normalizer not in LOSS_NORMALIZERS:
-        raise DSparkError(
-            f"loss_normalizer is {config.loss_normalizer!r} and must be one of {', '.join(LOSS_NORMALIZERS)}"
-        )
-    if config.loss_decay_gamma is not None and config.loss_decay_gamma <= 0:
-        raise DSparkError(f"loss_decay_gamma must be positive or None, and it is {config.loss_decay_gamma}")
-    for name in ("ce_loss_weight", "l1_loss_weight", "confidence_loss_weight"):
-        if getattr(config, name) < 0:
-            raise DSparkError(f"{name} must not be negative, and it is {getattr(config, name)}")
+    config.objective_config()
     if config.ce_loss_weight == 0 and config.l1_loss_weight == 0:
         raise DSparkError("ce_loss_weight and l1_loss_weight are both 0, so nothing would train the draft's tokens")
     if config.objective_chunk_bytes is not None and config.objective_chunk_bytes < 1:

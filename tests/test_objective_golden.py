@@ -57,11 +57,11 @@ class Golden:
         return ObjectiveConfig(
             block_size=self.block_size,
             vocab_size=self.vocab_size,
-            ce_weight=ce_weight,
-            l1_weight=l1_weight,
-            confidence_weight=0.0 if self.confidence is None else confidence_weight,
+            ce_loss_weight=ce_weight,
+            l1_loss_weight=l1_weight,
+            confidence_loss_weight=0.0 if self.confidence is None else confidence_weight,
             loss_decay_gamma=self.settings["gamma"],
-            normalizer=normalizer,
+            loss_normalizer=normalizer,
         )
 
 
@@ -138,7 +138,7 @@ def test_disjoint_distributions_have_no_overlap() -> None:
         logits[0], None, None, logits[1], torch.tensor([0]), torch.tensor([0]), torch.tensor([0]), 1, 1
     )
     _, _, report = dspark_loss(
-        rows, head, head, None, ObjectiveConfig(block_size=1, vocab_size=6, confidence_weight=0.0)
+        rows, head, head, None, ObjectiveConfig(block_size=1, vocab_size=6, confidence_loss_weight=0.0)
     )
     for name, pair in (("l1_loss", [2.0, 1.0]), ("accept_rate", [0.0, 1.0]), ("tau", [1.0, 1.0])):
         close(report[name], torch.tensor(pair))

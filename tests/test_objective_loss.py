@@ -27,7 +27,11 @@ def loss_of(rows: SupervisedRows, matrices: dict[str, Tensor], settings: Objecti
 def test_loss_is_the_formula(gamma: float | None, normalizer: str) -> None:
     rows, matrices = random_rows(0)
     settings = config(
-        ce_weight=0.3, l1_weight=0.6, confidence_weight=0.5, loss_decay_gamma=gamma, normalizer=normalizer
+        ce_loss_weight=0.3,
+        l1_loss_weight=0.6,
+        confidence_loss_weight=0.5,
+        loss_decay_gamma=gamma,
+        loss_normalizer=normalizer,
     )
     numerator, num_tokens, report = loss_of(rows, matrices, settings)
     ce, l1, agree = reference_terms(
@@ -74,9 +78,9 @@ def test_confidence_gradient_reaches_the_logits_and_not_the_accept_rate() -> Non
     rows, matrices = random_rows(1)
     rows.confidence_logits.requires_grad_()
     rows.hidden.requires_grad_()
-    numerator, _, _ = loss_of(rows, matrices, config(confidence_weight=0.5))
+    numerator, _, _ = loss_of(rows, matrices, config(confidence_loss_weight=0.5))
     hidden, logits = torch.autograd.grad(numerator, (rows.hidden, rows.confidence_logits))
-    numerator, _, report = loss_of(rows, matrices, config(confidence_weight=0.0))
+    numerator, _, report = loss_of(rows, matrices, config(confidence_loss_weight=0.0))
     without, none = torch.autograd.grad(numerator, (rows.hidden, rows.confidence_logits))
     assert torch.equal(hidden, without) and not none.any()
     _, l1, _ = reference_terms(
@@ -96,7 +100,7 @@ def test_the_teachers_own_hidden_state_gives_tau_block_size_plus_one() -> None:
         keep, None, None, keep.clone(), torch.zeros(30).long(), torch.arange(30) % 5, torch.arange(30) // 5, 6, 3
     )
     head = matrices["lm_head"]
-    _, _, report = dspark_loss(full, head, head.clone(), None, config(confidence_weight=0.0))
+    _, _, report = dspark_loss(full, head, head.clone(), None, config(confidence_loss_weight=0.0))
     assert report["l1_loss"][0] == 0.0
     assert reduce_report([report])["tau"] == 6.0
     assert reduce_report([report])["top1_agreement"] == 1.0
@@ -106,7 +110,7 @@ def test_the_teachers_own_hidden_state_gives_tau_block_size_plus_one() -> None:
 def test_a_micro_batch_without_rows_reports_the_same_metrics(with_confidence: bool) -> None:
     rows, matrices = random_rows(3)
     empty, _ = random_rows(3, blocks=0)
-    settings = config(confidence_weight=1.0 if with_confidence else 0.0)
+    settings = config(confidence_loss_weight=1.0 if with_confidence else 0.0)
     if not with_confidence:
         rows.confidence_logits = empty.confidence_logits = None
     matrices["markov_w2"].requires_grad_()
@@ -151,13 +155,13 @@ def test_fractional_divisor_counts_training_only_and_starts_anew_each_step() -> 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"ce_weight": -0.1}, "ce_weight is -0.1"),
-        ({"l1_weight": math.inf}, "l1_weight is inf"),
-        ({"confidence_weight": math.nan}, "confidence_weight is nan"),
-        ({"ce_weight": 0, "l1_weight": 0, "confidence_weight": 0}, "are all 0"),
+        ({"ce_loss_weight": -0.1}, "ce_loss_weight is -0.1"),
+        ({"l1_loss_weight": math.inf}, "l1_loss_weight is inf"),
+        ({"confidence_loss_weight": math.nan}, "confidence_loss_weight is nan"),
+        ({"ce_loss_weight": 0, "l1_loss_weight": 0, "confidence_loss_weight": 0}, "are all 0"),
         ({"loss_decay_gamma": 0.0}, "loss_decay_gamma is 0.0"),
         ({"loss_decay_gamma": -4}, "loss_decay_gamma is -4"),
-        ({"normalizer": "mean"}, "loss_normalizer is 'mean': choose one of tokens, weights"),
+        ({"loss_normalizer": "mean"}, "loss_normalizer is 'mean': choose one of tokens, weights"),
         ({"block_size": 0}, "block_size is 0"),
         ({"vocab_size": 2.5}, "vocab_size is 2.5"),
     ],
@@ -169,7 +173,7 @@ def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], sentence
 
 def test_rows_that_do_not_fit_the_settings_are_refused() -> None:
     rows, matrices = random_rows(6)
-    with pytest.raises(DSparkError, match=r"confidence_weight is 1\.0 but the draft has no confidence logits"):
+    with pytest.raises(DSparkError, match=r"confidence_loss_weight is 1\.0 but the draft has no confidence logits"):
         loss_of(replace(rows, confidence_logits=None), matrices, config())
     trained = matrices["lm_head"].requires_grad_()
     with pytest.raises(DSparkError, match="teacher_head is the trained lm_head"):

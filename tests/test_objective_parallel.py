@@ -21,7 +21,7 @@ ROW_TENSORS = ("hidden", "latent", "confidence_logits")
 
 
 def config(normalizer: str = "tokens") -> ObjectiveConfig:
-    return ObjectiveConfig(block_size=BLOCK_SIZE, vocab_size=VOCAB, normalizer=normalizer)
+    return ObjectiveConfig(block_size=BLOCK_SIZE, vocab_size=VOCAB, loss_normalizer=normalizer)
 
 
 def sharded_loss(

@@ -10,7 +10,7 @@ from megatron_dspark.blocks import document_positions
 from megatron_dspark.config import DSparkModelConfig
 from megatron_dspark.features.colocated import FrozenTarget
 from megatron_dspark.model.draft import DSparkDraft
-from megatron_dspark.objective.loss import ObjectiveConfig, dspark_loss
+from megatron_dspark.objective.loss import dspark_loss
 
 
 class DSparkModel(MegatronModule):
@@ -42,15 +42,7 @@ class DSparkModel(MegatronModule):
         self.target = target
         self.draft = DSparkDraft(config, padded_vocab_size, pg_collection) if post_process else None
         self._received: Tensor | None = None
-        self.objective_config = ObjectiveConfig(
-            ce_weight=config.ce_loss_weight,
-            l1_weight=config.l1_loss_weight,
-            confidence_weight=config.confidence_loss_weight,
-            loss_decay_gamma=config.loss_decay_gamma,
-            normalizer=config.loss_normalizer,
-            block_size=config.block_size,
-            vocab_size=config.vocab_size,
-        )
+        self.objective_config = config.objective_config()
 
     def forward(
         self,

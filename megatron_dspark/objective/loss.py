@@ -28,40 +28,42 @@ class ObjectiveConfig:
     Attributes:
         block_size: slots of a block (γ in the paper).
         vocab_size: true size of the vocabulary, without padding.
-        ce_weight: weight of the cross-entropy against the label.
-        l1_weight: weight of the L1 distance between draft and teacher (sum over the vocabulary, never halved).
-        confidence_weight: weight of the confidence head's cross-entropy against the accept probability; 0 when the
+        ce_loss_weight: weight of the cross-entropy against the label.
+        l1_loss_weight: weight of the L1 distance between draft and teacher (sum over the vocabulary, never halved).
+        confidence_loss_weight: weight of the confidence head's cross-entropy against the accept probability; 0 when the
             draft has no confidence head.
         loss_decay_gamma: slot k weighs exp(-k / loss_decay_gamma); None weighs all slots alike.
-        normalizer: "tokens" divides by the number of supervised slots, "weights" by the sum of their weights.
+        loss_normalizer: "tokens" divides by the number of supervised slots, "weights" by the sum of their weights.
     """
 
     block_size: int
     vocab_size: int
-    ce_weight: float = 0.1
-    l1_weight: float = 0.9
-    confidence_weight: float = 1.0
+    ce_loss_weight: float = 0.1
+    l1_loss_weight: float = 0.9
+    confidence_loss_weight: float = 1.0
     loss_decay_gamma: float | None = 4.0
-    normalizer: str = "tokens"
+    loss_normalizer: str = "tokens"
 
     def __post_init__(self) -> None:
         for name in ("block_size", "vocab_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise DSparkError(f"{name} is {value!r} and the smallest possible value is 1: give a positive integer.")
-        weights = {name: getattr(self, name) for name in ("ce_weight", "l1_weight", "confidence_weight")}
+        weights = {name: getattr(self, name) for name in ("ce_loss_weight", "l1_loss_weight", "confidence_loss_weight")}
         for name, value in weights.items():
             if not math.isfinite(value) or value < 0:
                 raise DSparkError(f"{name} is {value} and must be at least 0 and finite: 0 switches that term off.")
         if not any(weights.values()):
-            raise DSparkError("ce_weight, l1_weight and confidence_weight are all 0: raise one, or nothing is trained.")
+            raise DSparkError(
+                "ce_loss_weight, l1_loss_weight and confidence_loss_weight are all 0: raise one, or nothing is trained."
+            )
         gamma = self.loss_decay_gamma
         if gamma is not None and not (math.isfinite(gamma) and gamma > 0):
             raise DSparkError(
                 f"loss_decay_gamma is {gamma} and must be above 0 and finite: use None to weigh all slots alike."
             )
-        if self.normalizer not in NORMALIZERS:
-            raise DSparkError(f"loss_normalizer is {self.normalizer!r}: choose one of {', '.join(NORMALIZERS)}.")
+        if self.loss_normalizer not in NORMALIZERS:
+            raise DSparkError(f"loss_normalizer is {self.loss_normalizer!r}: choose one of {', '.join(NORMALIZERS)}.")
 
     def slot_weights(self, slot: Tensor) -> Tensor:
         """w_k of every slot index, in float64."""
@@ -132,10 +134,10 @@ def dspark_loss(
         DSparkError: shapes that do not belong together, a confidence weight without confidence logits, a teacher
             head that is being trained.
     """
-    if rows.confidence_logits is None and config.confidence_weight > 0:
+    if rows.confidence_logits is None and config.confidence_loss_weight > 0:
         raise DSparkError(
-            f"confidence_weight is {config.confidence_weight} but the draft has no confidence logits: "
-            "set confidence_weight to 0 or enable the confidence head."
+            f"confidence_loss_weight is {config.confidence_loss_weight} but the draft has no confidence logits: "
+            "set confidence_loss_weight to 0 or enable the confidence head."
         )
     if teacher_head.requires_grad and torch.is_grad_enabled() and teacher_head is lm_head:
         raise DSparkError(
@@ -150,8 +152,8 @@ def dspark_loss(
         rows.teacher_hidden,
         teacher_head,
         rows.labels,
-        config.ce_weight * weight,
-        config.l1_weight * weight,
+        config.ce_loss_weight * weight,
+        config.l1_loss_weight * weight,
         vocab_size=config.vocab_size,
         tp_group=tp_group,
         chunk_bytes=chunk_bytes,
@@ -161,8 +163,8 @@ def dspark_loss(
     if rows.confidence_logits is not None:
         logits = rows.confidence_logits.to(terms.accept.dtype)
         confidence = F.binary_cross_entropy_with_logits(logits, terms.accept, reduction="none")
-        numerator = numerator + config.confidence_weight * (weight.to(confidence.dtype) * confidence).sum()
-    if config.normalizer == "tokens":
+        numerator = numerator + config.confidence_loss_weight * (weight.to(confidence.dtype) * confidence).sum()
+    if config.loss_normalizer == "tokens":
         num_tokens = torch.tensor(rows.labels.numel(), dtype=torch.int32, device=numerator.device)
     else:
         num_tokens = weight.sum()
