@@ -96,6 +96,32 @@ class BlockLayout:
         """[B, A] anchor positions, `NO_ANCHOR` where there is none."""
         return torch.where(self.valid, self.anchors, NO_ANCHOR)
 
+    def keep(self, blocks: Tensor, multiple: int = 1) -> "BlockLayout":
+        """Return some of the blocks, in the same order, with padding at the end.
+
+        Args:
+            blocks: [B, A] bool, which ones.
+            multiple: of which the number of blocks is one; A has to be a multiple of it too.
+
+        Returns:
+            [B, ≥ 1] blocks, as many as the sample with the most of them has. What fills up the others' is marked as
+            padding, and holds any valid ids.
+        """
+        count = max(1, int(blocks.sum(1).max()))
+        order = torch.argsort((~blocks).to(torch.int8), dim=1, stable=True)[:, : count + -count % multiple]
+        slots = order[..., None].expand(-1, -1, self.input_ids.shape[-1])
+        valid = blocks.gather(1, order)
+        return BlockLayout(
+            anchors=torch.where(valid, self.anchors.gather(1, order), 0),
+            valid=valid,
+            input_ids=self.input_ids.gather(1, slots),
+            positions=self.positions.gather(1, slots),
+            labels=self.labels.gather(1, slots),
+            previous_ids=self.previous_ids.gather(1, slots),
+            label_rows=self.label_rows.gather(1, slots),
+            supervised=self.supervised.gather(1, slots) & valid[..., None],
+        )
+
 
 def lay_out_blocks(
     input_ids: Tensor,

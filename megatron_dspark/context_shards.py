@@ -8,7 +8,7 @@ depends on the document's length and on C alone, not on its neighbours. Document
 Token ids, masks, anchors and documents are small and whole on every rank; features and keys are what is split.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -69,21 +69,23 @@ class ContextShard:
     local: Tensor
     rows: Tensor
 
-    def own_anchors(self, anchors: Tensor) -> Tensor:
-        """Return this rank's anchors, in the same order, of [B, A] with −1 for padding: [B, ≥ 1] with −1 at the end."""
-        own = (anchors >= 0) & (self.owner.gather(1, anchors.clamp(min=0)) == self.rank)
-        order = torch.argsort((~own).to(torch.int8), dim=1, stable=True)
-        return torch.where(own, anchors, -1).gather(1, order)[:, : max(1, int(own.sum(1).max()))]
-
-    def refuse_split_blocks(self, layout: BlockLayout) -> None:
-        """Refuse blocks whose teacher rows are not all on the rank of their anchor.
+    def own_blocks(self, layout: BlockLayout, multiple: int = 1) -> BlockLayout:
+        """Return this rank's blocks, whose label rows are counted among the rows that this rank holds.
 
         Args:
             layout: the blocks of every rank, so that all ranks refuse and none waits for another.
+            multiple: see `BlockLayout.keep`.
 
         Raises:
-            DSparkError: the anchors were drawn for another context-parallel size.
+            DSparkError: a block's teacher rows are not all on the rank of its anchor, as of anchors that were drawn
+                for another context-parallel size.
         """
+        self._refuse_split_blocks(layout)
+        own = layout.keep(layout.valid & (self.owner.gather(1, layout.anchors) == self.rank), multiple)
+        rows = own.label_rows
+        return replace(own, label_rows=self.local.gather(1, rows.flatten(1)).view_as(rows))
+
+    def _refuse_split_blocks(self, layout: BlockLayout) -> None:
         owner = self.owner.gather(1, layout.label_rows.flatten(1)).view_as(layout.label_rows)
         split = layout.supervised & (owner != owner[..., :1])
         if bool(split.any()):

@@ -68,9 +68,10 @@ def test_blocks_across_ranks_are_refused_by_every_rank() -> None:
 
     for rank in range(2):
         shard = shard_context(documents, 2, rank)
-        shard.refuse_split_blocks(blocks(last=4))
+        own = shard.own_blocks(blocks(last=4))
+        assert own.padded_anchors.tolist() == [[3 if rank == 0 else -1]] and bool(own.supervised.any()) == (rank == 0)
         with pytest.raises(DSparkError, match="the target's output at row 4, which another context-parallel rank"):
-            shard.refuse_split_blocks(blocks(last=5))
+            shard.own_blocks(blocks(last=5))
 
 
 @pytest.fixture(scope="module")

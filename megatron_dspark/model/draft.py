@@ -128,39 +128,24 @@ class DSparkDraft(MegatronModule):
         if self.pg_collection.cp.size() > 1:
             documents = torch.zeros_like(input_ids) if documents is None else documents
             shard = shard_context(documents, self.pg_collection.cp.size(), self.pg_collection.cp.rank())
-            shard.refuse_split_blocks(self._lay_out(input_ids, loss_mask, anchors, positions, documents))
-            anchors = shard.own_anchors(anchors)
-        if self.config.sequence_parallel:
-            # Sequence-parallel ranks hold equally many slots.
-            anchors = pad_to_multiple(anchors, self.config.tensor_model_parallel_size, dim=1, value=NO_ANCHOR)
-        layout = self._lay_out(input_ids, loss_mask, anchors, positions, documents)
-        hidden = self.block_hidden(layout, taps, positions, documents, shard, seen)
-        if shard is not None:
-            # Teacher rows are counted among this rank's own.
-            rows = layout.label_rows
-            layout = replace(layout, label_rows=shard.local.gather(1, rows.flatten(1)).view_as(rows))
-        rows = self.supervised_rows(layout, hidden, final_hidden)
-        # Every context-parallel rank has the sample, and metrics are summed over them: one counts it.
-        rows.num_anchor_samples = count_samples(loss_mask, documents) if self.pg_collection.cp.rank() == 0 else 0
-        return rows
-
-    def _lay_out(
-        self,
-        input_ids: Tensor,
-        loss_mask: Tensor,
-        anchors: Tensor,
-        positions: Tensor | None,
-        documents: Tensor | None,
-    ) -> BlockLayout:
-        return lay_out_blocks(
+        # Sequence-parallel ranks hold equally many slots.
+        multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        layout = lay_out_blocks(
             input_ids,
             loss_mask,
-            anchors,
+            pad_to_multiple(anchors, multiple, dim=1, value=NO_ANCHOR),
             block_size=self.dspark_config.block_size,
             mask_token_id=self.dspark_config.mask_token_id,
             positions=positions,
             documents=documents,
         )
+        if shard is not None:
+            layout = shard.own_blocks(layout, multiple)
+        hidden = self.block_hidden(layout, taps, positions, documents, shard, seen)
+        rows = self.supervised_rows(layout, hidden, final_hidden)
+        # Every context-parallel rank has the sample, and metrics are summed over them: one counts it.
+        rows.num_anchor_samples = count_samples(loss_mask, documents) if self.pg_collection.cp.rank() == 0 else 0
+        return rows
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Return every part's sharded state, layer by layer.
