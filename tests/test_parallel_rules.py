@@ -95,8 +95,12 @@ def test_every_rule_has_an_example() -> None:
     )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="one of them is refused without CUDA only")
-@pytest.mark.parametrize("refused", RUNS)
+WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="it is refused without CUDA only")
+
+
+@pytest.mark.parametrize(
+    "refused", [pytest.param(name, marks=WITHOUT_CUDA if "without CUDA" in name else ()) for name in RUNS]
+)
 def test_a_run_is_refused_before_anything_is_made(refused: str, folder: Path) -> None:
     changes, sentence = RUNS[refused]
     with pytest.raises(DSparkError, match=sentence):
