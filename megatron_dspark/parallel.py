@@ -4,7 +4,6 @@ import contextlib
 import gc
 import os
 import random
-import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -54,43 +53,42 @@ def process_groups(
     if not ours:
         # The modules of an earlier run are reference cycles, which hold its groups, and those threads and connections.
         gc.collect()
-    with tempfile.TemporaryDirectory(prefix="dspark-") as folder:
-        if ours:
-            if platform.has_cuda():
-                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            alone = "WORLD_SIZE" not in os.environ
-            torch.distributed.init_process_group(
-                platform.communication_backend(),
-                timeout=timedelta(minutes=timeout_minutes),
-                **(dict(init_method=f"file://{folder}/store", rank=0, world_size=1) if alone else {}),
-            )
-        if agreed is not None:
-            _refuse_disagreement(agreed)
-        # A process that already had a layout (another run, a notebook) gets this one.
-        if parallel_state.model_parallel_is_initialized():
-            parallel_state.destroy_model_parallel()
-        known = set(_groups())
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tensor_parallel_size,
-            context_parallel_size=context_parallel_size,
-            distributed_timeout_minutes=timeout_minutes,
-            pipeline_model_parallel_size=pipeline_parallel_size,
-            virtual_pipeline_model_parallel_size=virtual_pipeline_parallel_size,
+    if ours:
+        if platform.has_cuda():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        alone = "WORLD_SIZE" not in os.environ
+        torch.distributed.init_process_group(
+            platform.communication_backend(),
+            timeout=timedelta(minutes=timeout_minutes),
+            **(dict(store=torch.distributed.HashStore(), rank=0, world_size=1) if alone else {}),
         )
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
-        torch.manual_seed(seed)
-        random.seed(seed)
-        numpy.random.seed(seed % 2**32)
-        try:
-            yield ProcessGroupCollection.use_mpu_process_groups()
-        finally:
-            parallel_state.destroy_model_parallel()
-            if ours:
-                torch.distributed.destroy_process_group()
-            else:
-                # Megatron-Core forgets its groups without ending them, and each keeps threads and connections.
-                for group in [group for group in _groups() if group not in known]:
-                    torch.distributed.destroy_process_group(group)
+    if agreed is not None:
+        _refuse_disagreement(agreed)
+    # A process that already had a layout (another run, a notebook) gets this one.
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    known = set(_groups())
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_parallel_size,
+        context_parallel_size=context_parallel_size,
+        distributed_timeout_minutes=timeout_minutes,
+        pipeline_model_parallel_size=pipeline_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_pipeline_parallel_size,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    try:
+        yield ProcessGroupCollection.use_mpu_process_groups()
+    finally:
+        parallel_state.destroy_model_parallel()
+        if ours:
+            torch.distributed.destroy_process_group()
+        else:
+            # Megatron-Core forgets its groups without ending them, and each keeps threads and connections.
+            for group in [group for group in _groups() if group not in known]:
+                torch.distributed.destroy_process_group(group)
 
 
 def _refuse_disagreement(agreed: dict[str, Any]) -> None:

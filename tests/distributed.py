@@ -44,7 +44,8 @@ class RankPool:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        store = os.path.join(tempfile.mkdtemp(prefix="dspark-ranks-"), "store")
+        self._folder = tempfile.TemporaryDirectory(prefix="dspark-ranks-")
+        store = os.path.join(self._folder.name, "store")
         self._pipes, self._processes = [], []
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
@@ -85,4 +86,6 @@ class RankPool:
             process.join(timeout=20)
             if process.is_alive():
                 process.kill()
+        if self._processes:
+            self._folder.cleanup()
         self._processes = []

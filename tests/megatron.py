@@ -1,6 +1,5 @@
 """Megatron-Core process groups and tiny drafts for tests."""
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,7 @@ GOLDEN = Path(__file__).parent / "fixtures" / "golden"
 def process_groups(tensor_parallel_size: int = 1, seed: int = 1234) -> ProcessGroupCollection:
     """Return this process's groups for the given layout, starting a group of one rank where there is none."""
     if not torch.distributed.is_initialized():
-        store = Path(tempfile.mkdtemp(prefix="dspark-store-")) / "store"
-        torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     initialised = parallel_state.model_parallel_is_initialized()
     if initialised and parallel_state.get_tensor_model_parallel_world_size() != tensor_parallel_size:
         parallel_state.destroy_model_parallel()
