@@ -99,6 +99,30 @@ def _numbering() -> str:
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=4).hexdigest()
 
 
+def require_file(path: str | Path, what: str, remedy: str) -> None:
+    """Refuse a path that is no file.
+
+    Args:
+        path: the file.
+        what: what the file is, for the error message ("the training data").
+        remedy: what to do about it.
+
+    Raises:
+        DSparkError: it does not exist, or is something else; the sentence says which.
+    """
+    path = Path(path)
+    if not path.is_file():
+        is_what = "is a folder" if path.is_dir() else "is no regular file" if path.exists() else "does not exist"
+        raise DSparkError(f"{what} {path} {is_what}; {remedy}")
+
+
+def require_folder(path: str | Path, what: str, remedy: str) -> None:
+    """Refuse a path that is no folder; see `require_file`."""
+    path = Path(path)
+    if not path.is_dir():
+        raise DSparkError(f"{what} {path} {'is no folder' if path.exists() else 'does not exist'}; {remedy}")
+
+
 def finite(value: Any) -> Any:
     """`value` with None for every NaN and infinity in it, for which JSON has no other word."""
     if isinstance(value, float):

@@ -231,6 +231,8 @@ def test_refuses_before_any_file_is_made(reference: tuple[Path, dict[str, torch.
         ({"draft.target_layer_ids": "[5,2]"}, "must strictly increase"),
         ({"target": tmp_path / "nowhere"}, "does not exist"),
         ({"data": tmp_path / "nowhere.jsonl"}, r"training data .* does not exist"),
+        ({"data": tmp_path}, r"training data .* is a folder; make it"),
+        ({"target": Path(__file__)}, r"target folder .*\.py is no folder; name"),
         ({"precision": "int8"}, "precision is 'int8'"),
         ({"block_attention": "flex"}, "block_attention is 'flex', which needs CUDA"),
         ({"packed_length": 5000}, "packed_length is 5000 with packing False"),

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_dspark.data.messages import where_of
 from megatron_dspark.errors import DSparkError
+from megatron_dspark.files import require_folder
 
 _GENERATION_TAG = re.compile(r"{%-?\s*generation\s*-?%}")
 _PROBE = "zzyzx"
@@ -50,8 +51,7 @@ def load_tokenizer(folder: str | Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    if not Path(folder).is_dir():
-        raise DSparkError(f"the target folder {folder} does not exist; name a Hugging Face folder on this machine")
+    require_folder(folder, "the target folder", "name a Hugging Face folder on this machine")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         encodes = bool(tokenizer("a", add_special_tokens=False)["input_ids"])

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from megatron_dspark.errors import DSparkError
-from megatron_dspark.files import read_json
+from megatron_dspark.files import read_json, require_folder
 from megatron_dspark.serving.draft_config import DraftConfig
 from megatron_dspark.serving.heads import ConfidenceHead, MarkovHead
 from megatron_dspark.serving.precision import at_least_float32, vocabulary_logits
@@ -184,8 +184,7 @@ class DraftModel(nn.Module):
                 config says.
         """
         folder = Path(folder)
-        if not folder.is_dir():
-            raise DSparkError(f"the draft folder {folder} does not exist; give the folder that the export wrote")
+        require_folder(folder, "the draft folder", "give the folder that the export wrote")
         config = DraftConfig.read(folder)
         tensors = _read_tensors(folder)
         with torch.device("meta"):

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron_dspark.errors import DSparkError
-from megatron_dspark.files import read_json
+from megatron_dspark.files import read_json, require_folder
 from megatron_dspark.targets.fingerprint import config_fingerprint, digest_of, weights_fingerprint
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
@@ -70,8 +70,7 @@ def read_target_config(folder: str | Path, *, any_architecture: bool = False) ->
             holds no safetensors.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise DSparkError(f"the target folder {folder} does not exist; name a Hugging Face folder on this machine")
+    require_folder(folder, "the target folder", "name a Hugging Face folder on this machine")
     raw = read_json(folder / "config.json", "the target's config")
     architecture = (raw.get("architectures") or ["(none)"])[0]
     if architecture not in SUPPORTED_ARCHITECTURES and not any_architecture:

@@ -2,16 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron_dspark.config import DSparkModelConfig
 from megatron_dspark.data.chat import ChatSample, load_tokenizer
 from megatron_dspark.data.encoded import load_samples
-from megatron_dspark.errors import DSparkError
 from megatron_dspark.features.cache.feed import FeatureFeed
 from megatron_dspark.features.cache.reader import FeatureCache
 from megatron_dspark.features.cache.schema import LOSS_MASK_RULE, require
+from megatron_dspark.files import require_file
 from megatron_dspark.targets.fingerprint import (
     chat_template_fingerprint,
     config_fingerprint,
@@ -73,8 +72,7 @@ class OfflineFeatures:
                 continue
             require(cache.manifest, cache.folder, features, "this run")
             if path:
-                if not Path(path).is_file():
-                    raise DSparkError(f"the data {path} does not exist; unset it, since the cache has its samples")
+                require_file(path, "the data", "unset it, since the cache has its samples")
                 samples = load_samples(path, settings.target or self.target.folder, settings.max_length)
                 expected = {"data.fingerprint": samples.fingerprint}
                 require(cache.manifest, cache.folder, expected, f"{path}")

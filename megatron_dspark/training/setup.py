@@ -17,7 +17,7 @@ from megatron_dspark.config import DSparkModelConfig
 from megatron_dspark.data.chat import ChatSample
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.features.pipeline import ForwardCommunicator
-from megatron_dspark.files import sha256
+from megatron_dspark.files import require_file, sha256
 from megatron_dspark.model.model import DSparkModel
 from megatron_dspark.objective.loss import FractionalDivisor
 from megatron_dspark.targets.folder import TargetConfig
@@ -105,13 +105,10 @@ def describe_data(settings: TrainSettings) -> dict[str, Any]:
     """Return the name and SHA-256 of the training file.
 
     Raises:
-        DSparkError: the file does not exist.
+        DSparkError: it does not exist, or is no file.
     """
     path = Path(settings.data)
-    if not path.is_file():
-        raise DSparkError(
-            f"the training data {path} does not exist or is no file; make it with megatron-dspark prepare"
-        )
+    require_file(path, "the training data", "make it with megatron-dspark prepare")
     return {"file": path.name, "sha256": sha256(path)}
 
 

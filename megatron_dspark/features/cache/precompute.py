@@ -41,7 +41,7 @@ from megatron_dspark.features.cache.schema import (
 from megatron_dspark.features.cache.shard import StoredSample, save_tensors
 from megatron_dspark.features.cache.source import Capture, megatron_source, transformers_source
 from megatron_dspark.features.cache.writer import CacheWriter
-from megatron_dspark.files import atomic_file
+from megatron_dspark.files import atomic_file, require_file
 from megatron_dspark.parallel_rules import check_target_split
 from megatron_dspark.targets.fingerprint import (
     chat_template_fingerprint,
@@ -186,10 +186,7 @@ def _prepare(options: PrecomputeOptions) -> _Job:
             f"{options.target}"
         )
     check_target_split(target, options.tensor, options.pipeline)
-    if not options.data.is_file():
-        raise DSparkError(
-            f"the data {options.data} does not exist, or is no file; make it with megatron-dspark prepare"
-        )
+    require_file(options.data, "the data", "make it with megatron-dspark prepare")
     samples = load_samples(options.data, options.target, options.max_length)
     tokenizer = load_tokenizer(options.target)
     identifier, revision = _name_of(options.target)
