@@ -148,7 +148,11 @@ def test_what_does_not_fit_is_refused(folder: Path, colocated: Path, tmp_path: P
             train(settings(folder, tmp_path / "run", offline=True, **change))
         assert "\n" not in str(refusal.value)
     assert not (tmp_path / "run").exists()
-    with pytest.raises(DSparkError, match=r"was trained on train.jsonl .* is another file"):
+    with pytest.raises(
+        DSparkError,
+        match=r"was trained on train.jsonl .* the feature cache .*train-features holds other content .* where it was "
+        r"precomputed from train.jsonl, go on from it with --allow data",
+    ):
         train(settings(folder, colocated, offline=True))
     # The same target, data and held-out data may be named and are compared.
     named = {"target": TINY / "model", "data": folder / "train.jsonl", "validation": folder / "heldout.jsonl"}

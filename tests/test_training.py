@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -256,8 +257,27 @@ def test_refuses_before_any_file_is_made(reference: tuple[Path, dict[str, torch.
     ):
         with pytest.raises(DSparkError, match=f"{name}=3' names no setting; {hint}"):
             tiny_settings(tmp_path / "run", **{name: 3})
-    with pytest.raises(DSparkError, match="do not fit the training settings"):
-        tiny_settings(tmp_path / "run", steps="many")
+    short, reply = tmp_path / "short.jsonl", {"role": "assistant", "content": "a"}
+    record = {"messages": [{"role": "user", "content": "b"}, reply], "finish_reason": "length"}
+    short.write_text(json.dumps(record) + "\n")
+    with pytest.raises(DSparkError, match=r"none of the 1 training samples .* at most 1 are .* longer replies$"):
+        train(tiny_settings(tmp_path / "run", data=short))
+    short.write_text(json.dumps({**record, "finish_reason": "stop"}) + "\n")
+    with pytest.raises(DSparkError, match=r"block of 7 rows inside one of the 2000 parts .* at most 2 .* lower"):
+        train(tiny_settings(tmp_path / "run", data=short, anchor_context_parallel=1000))
+    assert not (tmp_path / "run").exists()
+    for name, value, takes in (
+        ("steps", "many", "a whole number"),
+        ("optimizer.clip_grad", "a=b", "a number"),
+        ("recompute", "maybe", "true or false"),
+        ("precision", "", "text"),
+        ("objective.loss_decay_gamma", "[4]", "a number, or null"),
+        ("draft.target_layer_ids", "[1", r"a list, each item a whole number, as \[1,2\], or null"),
+        ("checkpoint.allow", "seed", r"a list, each item text, as \[one,two\]"),
+        ("optimizer", "3", "settings of its own; set one of them, for example optimizer.learning_rate"),
+    ):
+        with pytest.raises(DSparkError, match=rf"^{name} was given '{re.escape(value)}' and takes {takes}$"):
+            tiny_settings(tmp_path / "run", **{name: value})
     with pytest.raises(DSparkError, match="already has a checkpoint of step 5"):
         train(tiny_settings(reference[0]), resume=False)
     with pytest.raises(DSparkError, match=r"seed was .* and is now 7"):

@@ -55,6 +55,7 @@ from megatron_dspark.training.setup import (
     find_draft_stage,
     forward_communicator,
     refuse_mask_in_data,
+    refuse_without_anchors,
 )
 from megatron_dspark.training.step import forward_step_dspark
 from megatron_dspark.training.warm_start import WarmStart, open_warm_start, warm_start_model
@@ -130,10 +131,11 @@ def train(settings: TrainSettings, *, resume: bool = True) -> TrainReport:
     else:
         samples = load_samples(settings.data, target.folder, settings.max_length)
         held_out = load_samples(settings.validation, target.folder, settings.max_length) if settings.validation else []
-    refuse_mask_in_data(samples, config.mask_token_id)
-    # The sampler's refusals need no process group either.
+    # Nor do the sampler's refusals need a process group.
     parallel = settings.parallel
     _sampler(settings, samples, 0, world_size // parallel.ranks)
+    refuse_mask_in_data(samples, config.mask_token_id)
+    refuse_without_anchors(samples, settings.anchor_rule, settings.max_length)
     with (
         interruption,
         process_groups(

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer import SEPARATE_GRAD_NORM_GROUPS
@@ -11,10 +12,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config, unwrap_model
+from torch import Tensor
 
 from megatron_dspark.builder import DSparkModelBuilder
 from megatron_dspark.config import DSparkModelConfig
 from megatron_dspark.data.chat import ChatSample
+from megatron_dspark.data.sampler import AnchorRule
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.features.pipeline import ForwardCommunicator
 from megatron_dspark.files import require_file, sha256
@@ -130,6 +133,34 @@ def refuse_mask_in_data(samples: Sequence[ChatSample], mask_token_id: int) -> No
             )
 
 
+def refuse_without_anchors(samples: Sequence[ChatSample], anchors: AnchorRule, max_length: int) -> None:
+    """Refuse samples of which none can have an anchor: nothing would be trained. Mostly the first one is looked at.
+
+    Raises:
+        DSparkError: with the longest sample, and the most supervised tokens in a row.
+    """
+    if any(len(anchors.draw(sample, 0)) for sample in samples):
+        return
+    longest = max(len(sample.input_ids) for sample in samples)
+    in_a_row = max(_longest_run(sample.loss_mask) for sample in samples)
+    needed, way = "two supervised tokens in a row", "train on longer replies"
+    if anchors.context_parallel_size > 1:
+        needed += (
+            f" that begin a block of {anchors.block_size} rows inside one of the {2 * anchors.context_parallel_size} "
+            "parts that context-parallel ranks make of a sample"
+        )
+        way += ", or lower parallel.context (anchor_context_parallel)"
+    raise DSparkError(
+        f"none of the {len(samples)} training samples has a place for an anchor, which takes {needed}: at most "
+        f"{in_a_row} are in a row, and the longest sample has {longest} tokens (max_length is {max_length}); {way}"
+    )
+
+
+def _longest_run(mask: Tensor) -> int:
+    borders = torch.nonzero(~torch.nn.functional.pad(mask, (1, 1))).flatten()
+    return int(borders.diff().max()) - 1
+
+
 # Where files are may differ from machine to machine; what they hold may not.
 _PLACES = {"target", "data", "validation", "features", "validation_features", "warm_start"}
 
@@ -185,10 +216,13 @@ def check_resumable(
         )
     saved_data = checkpoint.run["data"]
     if "data" not in allowed and saved_data["sha256"] != data["sha256"]:
+        now_on, way = f"{settings.data} is another file", "accept the change with --allow data"
+        if settings.features:
+            now_on = f"the feature cache {settings.features} holds other content"
+            way = f"where it was precomputed from {saved_data['file']}, go on from it with --allow data"
         raise DSparkError(
             f"{settings.output} was trained on {saved_data['file']} (SHA-256 {saved_data['sha256'][:12]}…) and "
-            f"{settings.data} is another file ({data['sha256'][:12]}…); restore the data, choose another output, or "
-            "accept the change with --allow data"
+            f"{now_on} ({data['sha256'][:12]}…); restore the data, choose another output, or {way}"
         )
     saved = by_path(checkpoint.run["settings"])
     before = saved.get("anchor_context_parallel") or saved.get("parallel.context", 1)
@@ -201,6 +235,13 @@ def check_resumable(
         )
     # What the version that saved did not know behaved like its default.
     saved = {**by_path(TrainSettings().as_dict()), **saved}
+    if saved["optimizer.distributed"] != settings.optimizer.distributed:
+        # Other names and other parameter groups, which Megatron-Core does not convert.
+        raise DSparkError(
+            f"optimizer.distributed was {saved['optimizer.distributed']} in the checkpoint of step {checkpoint.step} "
+            f"and is now {settings.optimizer.distributed}, whose optimizer state is stored in another way; restore it, "
+            f"or start another run from the weights with warm_start={settings.output}"
+        )
     for name, value in now.items():
         free = {name, name.split(".")[0]} & (_FREE_TO_CHANGE | allowed)
         if not free and saved[name] != value:
