@@ -357,6 +357,11 @@ def _check_objective(config: DSparkModelConfig) -> None:
     config.objective_config()
     if config.ce_loss_weight == 0 and config.l1_loss_weight == 0:
         raise DSparkError("ce_loss_weight and l1_loss_weight are both 0, so nothing would train the draft's tokens")
+    if config.confidence_loss_weight > 0 and not config.enable_confidence_head:
+        raise DSparkError(
+            f"confidence_loss_weight is {config.confidence_loss_weight} and enable_confidence_head is False, so there "
+            "is no confidence to train; set the weight to 0 or enable the head"
+        )
     if config.objective_chunk_bytes is not None and config.objective_chunk_bytes < 1:
         raise DSparkError(f"objective_chunk_bytes must be positive or None, and it is {config.objective_chunk_bytes}")
     check_kernel(config.objective_kernel, platform.has_cuda())

@@ -65,6 +65,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"loss_decay_gamma": 0.0}, "loss_decay_gamma is 0.0 and must be above 0"),
     ({"ce_loss_weight": -1.0}, "ce_loss_weight is -1.0 and must be at least 0"),
     ({"ce_loss_weight": 0.0, "l1_loss_weight": 0.0}, "are both 0"),
+    ({"enable_confidence_head": False}, "confidence_loss_weight is 1.0 and enable_confidence_head is False"),
     ({"vocab_size": None}, "vocab_size must be the target's true vocabulary"),
     ({"num_target_layers": 0}, "num_target_layers must be the target's depth"),
     ({"transformer": {"num_layers": 0}}, "num_layers of the draft must be a positive"),

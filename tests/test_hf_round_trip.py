@@ -38,7 +38,9 @@ def build(variant: dict[str, Any], tensor_parallel_size: int, dtype: torch.dtype
 
     variant = dict(variant)
     transformer = {"add_qkv_bias": variant.pop("attention_bias", False)}
-    settings = {"make_vocab_size_divisible_by": ROWS_PER_RANK, **variant, **settings}
+    weight = float(variant.get("enable_confidence_head", True))
+    shared = {"make_vocab_size_divisible_by": ROWS_PER_RANK, "confidence_loss_weight": weight}
+    settings = {**shared, **variant, **settings}
     groups = process_groups(tensor_parallel_size)
     config = model_config(tensor_parallel_size, dtype, transformer=transformer, **settings)
     config.finalize()

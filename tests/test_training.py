@@ -244,7 +244,7 @@ def test_refuses_before_any_file_is_made(reference: tuple[Path, dict[str, torch.
         ({"parallel.tensor": 0}, "parallel.tensor must be at least 1, and it is 0"),
         ({"optimizer.learning_rate": -1.0}, "optimizer.learning_rate must not be negative, and it is -1.0"),
         ({"optimizer.warmup_share": 1.5}, "warmup_share must be in"),
-        ({"draft.enable_confidence_head": False}, "confidence_weight is 1.0 and draft.enable_confidence_head is false"),
+        ({"draft.enable_confidence_head": False}, "confidence_loss_weight is 1.0 and enable_confidence_head is False"),
     ]
     for change, sentence in refusals:
         with pytest.raises(DSparkError, match=sentence):

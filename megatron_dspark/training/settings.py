@@ -259,11 +259,6 @@ class TrainSettings:
                 f"draft.markov_start 'bigrams' is for the vanilla head and draft.markov_head_type is "
                 f"{self.draft.markov_head_type!r}, whose latent is no embedding; use 'random'"
             )
-        if self.objective.confidence_weight > 0 and not self.draft.enable_confidence_head:
-            raise DSparkError(
-                f"objective.confidence_weight is {self.objective.confidence_weight} and draft.enable_confidence_head "
-                "is false, so there is no confidence to train; set the weight to 0 or enable the head"
-            )
         if self.transformer_impl not in ("local", "transformer_engine"):
             raise DSparkError(
                 f"transformer_impl is {self.transformer_impl!r} and must be 'local' or 'transformer_engine'"
