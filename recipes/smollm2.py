@@ -1,7 +1,7 @@
 """Drafters for SmolLM2-135M-Instruct, the bundled demonstration target (Llama architecture, tied embeddings)."""
 
 from megatron_dspark.targets.smollm2 import SMOLLM2_MASK_TOKEN_ID
-from megatron_dspark.training.settings import DraftSettings, OptimizerSettings, TrainSettings
+from megatron_dspark.training.settings import CheckpointSettings, DraftSettings, OptimizerSettings, TrainSettings
 
 
 def quickstart() -> TrainSettings:
@@ -20,7 +20,8 @@ def quickstart() -> TrainSettings:
         log_interval=10,
         validation_interval=50,
         validation_samples=16,
-        save_interval=100,
+        save_interval=50,
+        checkpoint=CheckpointSettings(keep_last=2),
         draft=DraftSettings(
             num_layers=2,
             block_size=5,
