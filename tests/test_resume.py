@@ -201,10 +201,10 @@ def test_differences_are_refused_by_name_and_allowed_by_name(finished: Path, tmp
     settings = copy_of(finished, tmp_path, **{"checkpoint.allow": "[sed]", "seed": 7})
     with pytest.raises(DSparkError, match="allow names 'sed', which is no setting"):
         train(settings)
-    settings = copy_of(finished, tmp_path, **{"optimizer.distributed": True})
-    settings.checkpoint.allow = ["optimizer.distributed"]
-    with pytest.raises(DSparkError, match=r"optimizer.distributed was False .* start another run from the weights"):
-        train(settings)
+    for name, value in (("optimizer.distributed", True), ("precision", "bf16")):
+        settings = copy_of(finished, tmp_path, **{name: value, "checkpoint.allow": f"[{name}]"})
+        with pytest.raises(DSparkError, match=f"{name} was .* is now {value!r}, .* start another run from the weights"):
+            train(settings)
     free = {"log_interval": 2, "save_interval": 3, "validation_samples": 1, "steps": 5, "checkpoint.keep_last": 9}
     settings = copy_of(finished, tmp_path, **free, **{"optimizer.learning_rate": 1e-3})
     settings.checkpoint.allow = ["optimizer.learning_rate"]

@@ -185,6 +185,13 @@ _FREE_TO_CHANGE |= {"features", "validation_features", "feature_workers"}
 _FREE_TO_CHANGE |= {"optimizer.initial_loss_scale"}
 
 
+def _stored_as(values: dict[str, Any]) -> str:
+    """Return which of Megatron-Core's three optimizers has these settings: none loads what another has saved."""
+    if values["optimizer.distributed"]:
+        return "distributed"
+    return "single precision" if values["precision"] == "fp32" else "half precision with masters"
+
+
 def check_resumable(
     settings: TrainSettings, target: TargetConfig, data: dict[str, Any], checkpoint: Checkpoint, resume: bool
 ) -> None:
@@ -235,12 +242,12 @@ def check_resumable(
         )
     # What the version that saved did not know behaved like its default.
     saved = {**by_path(TrainSettings().as_dict()), **saved}
-    if saved["optimizer.distributed"] != settings.optimizer.distributed:
-        # Other names and other parameter groups, which Megatron-Core does not convert.
+    if _stored_as(saved) != _stored_as(now):
+        name = next(name for name in ("optimizer.distributed", "precision") if saved[name] != now[name])
         raise DSparkError(
-            f"optimizer.distributed was {saved['optimizer.distributed']} in the checkpoint of step {checkpoint.step} "
-            f"and is now {settings.optimizer.distributed}, whose optimizer state is stored in another way; restore it, "
-            f"or start another run from the weights with warm_start={settings.output}"
+            f"{name} was {saved[name]!r} in the checkpoint of step {checkpoint.step} and is now {now[name]!r}, whose "
+            "optimizer state is stored in another way; restore it, or start another run from the weights with "
+            f"warm_start={settings.output}"
         )
     for name, value in now.items():
         free = {name, name.split(".")[0]} & (_FREE_TO_CHANGE | allowed)
