@@ -2,13 +2,14 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
-from examples.gpu_check import TINY, train, training_runs
+from examples.gpu_check import TINY, main, train, training_runs
 from megatron_dspark.targets.folder import read_target_config
 from megatron_dspark.training.recipes import load_recipe
 from megatron_dspark.training.settings import override
@@ -21,8 +22,10 @@ ROOT = Path(__file__).resolve().parent.parent
     ("words", "code", "said"), [((), 1, "There is no CUDA device here"), (("--part", "all"), 2, "not one of 'tests'")]
 )
 def test_without_a_gpu_it_says_so(words: tuple[str, ...], code: int, said: str) -> None:
-    done = subprocess.run([sys.executable, ROOT / "examples/gpu_check.py", *words], capture_output=True, text=True)
-    assert done.returncode == code and said in done.stderr and done.stdout == ""
+    app = typer.Typer()
+    app.command()(main)
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == code and said in result.output
 
 
 def test_more_gpus_and_transformer_engine_add_runs() -> None:
