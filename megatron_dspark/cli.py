@@ -154,8 +154,8 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a drafter; start it under torchrun for several ranks (torchrun ... -m megatron_dspark train ...)."""
+    from megatron_dspark.training.overrides import override
     from megatron_dspark.training.recipes import load_recipe
-    from megatron_dspark.training.settings import override
 
     settings = load_recipe(recipe)
     named = {"target": target, "data": data, "validation": validation, "output": output, "steps": steps}

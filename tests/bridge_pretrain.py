@@ -87,7 +87,7 @@ from megatron.core.dist_checkpointing import load_tensors_metadata  # noqa: E402
 from megatron_dspark.data.encoded import load_samples  # noqa: E402
 from megatron_dspark.data.sampler import Dealer, Sampler  # noqa: E402
 from megatron_dspark.targets.folder import read_target_config  # noqa: E402
-from megatron_dspark.training.settings import settings_from_dict  # noqa: E402
+from megatron_dspark.training.overrides import settings_from_dict  # noqa: E402
 from megatron_dspark.training.step import forward_step_dspark  # noqa: E402
 
 

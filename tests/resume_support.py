@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.training import run as run_module
 from megatron_dspark.training.checkpoint import checkpoints_folder
+from megatron_dspark.training.overrides import override, settings_from_dict
 from megatron_dspark.training.run import train
-from megatron_dspark.training.settings import TrainSettings, override, settings_from_dict
+from megatron_dspark.training.settings import TrainSettings
 
 TINY = Path(__file__).resolve().parent.parent / "examples" / "tiny_target"
 # Depends on the machine and its load alone.

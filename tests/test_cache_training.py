@@ -11,9 +11,10 @@ from megatron_dspark.errors import DSparkError
 from megatron_dspark.features.cache.options import PrecomputeOptions
 from megatron_dspark.features.cache.precompute import precompute
 from megatron_dspark.features.cache.reshape import subset_cache
+from megatron_dspark.training.overrides import override
 from megatron_dspark.training.report import read_metrics
 from megatron_dspark.training.run import train
-from megatron_dspark.training.settings import TrainSettings, override
+from megatron_dspark.training.settings import TrainSettings
 from tests.cache_support import MAX_LENGTH, ROOT, TINY, precompute_options, small_data
 from tests.distributed import RankPool
 from tests.test_training import run_rank

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from examples.gpu_check import TINY, main, train, training_runs
 from megatron_dspark.targets.folder import read_target_config
+from megatron_dspark.training.overrides import override
 from megatron_dspark.training.recipes import load_recipe
-from megatron_dspark.training.settings import override
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_dspark.hf.from_checkpoint import export_checkpoint
+from megatron_dspark.training.overrides import settings_from_dict
 from megatron_dspark.training.run import _Run, train
-from megatron_dspark.training.settings import TrainSettings, settings_from_dict
+from megatron_dspark.training.settings import TrainSettings
 from tests.distributed import RankPool
 from tests.megatron import megatron_tensors
 from tests.parallel_support import save_target, settings

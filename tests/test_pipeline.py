@@ -11,9 +11,9 @@ import torch
 from megatron_dspark.builder import DSparkModelBuilder
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.features.pipeline import join_payload, split_payload
+from megatron_dspark.training.overrides import settings_from_dict
 from megatron_dspark.training.report import read_metrics
 from megatron_dspark.training.run import train
-from megatron_dspark.training.settings import settings_from_dict
 from tests.distributed import RankPool
 from tests.megatron import process_groups, tiny_config
 from tests.parallel_support import Record, assert_equal_runs, run, save_inputs, settings

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_dspark.hf.config import draft_hf_config, settings_from_model
 from megatron_dspark.targets.folder import TargetConfig
+from megatron_dspark.training.overrides import override
 from megatron_dspark.training.recipes import load_recipe
-from megatron_dspark.training.settings import override
 from tests.test_hf_layouts import PUBLISHED
 
 ROOT = Path(__file__).resolve().parent.parent

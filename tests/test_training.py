@@ -19,9 +19,10 @@ from megatron_dspark.hf.mapping import unwrap_model
 from megatron_dspark.parallel import process_groups
 from megatron_dspark.targets.folder import read_target_config
 from megatron_dspark.training.checkpoint import find_checkpoint, load_draft_weights
+from megatron_dspark.training.overrides import override, settings_from_dict
 from megatron_dspark.training.report import Reporter, plot_curves, read_metrics
 from megatron_dspark.training.run import TrainReport, train
-from megatron_dspark.training.settings import TrainSettings, override, settings_from_dict
+from megatron_dspark.training.settings import TrainSettings
 from megatron_dspark.training.setup import build_training
 from tests.distributed import RankPool
 

@@ -10,7 +10,7 @@ from megatron_dspark.errors import DSparkError
 from megatron_dspark.features.colocated import FrozenTarget
 from megatron_dspark.training import run
 from megatron_dspark.training.checkpoint import find_checkpoint
-from megatron_dspark.training.settings import settings_from_dict
+from megatron_dspark.training.overrides import settings_from_dict
 from tests.distributed import RankPool
 from tests.test_training import tiny_settings
 

@@ -26,7 +26,8 @@ from megatron_dspark.objective.loss import FractionalDivisor
 from megatron_dspark.targets.folder import TargetConfig
 from megatron_dspark.training.checkpoint import Checkpoint
 from megatron_dspark.training.code_version import code_version
-from megatron_dspark.training.settings import TrainSettings, by_path
+from megatron_dspark.training.overrides import by_path
+from megatron_dspark.training.settings import TrainSettings
 
 
 def build_training(
