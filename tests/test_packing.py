@@ -86,6 +86,35 @@ def test_samples_and_anchors_are_the_same_however_they_are_dealt(ranks: int, row
             assert batch.input_ids.shape[1] <= 64 and batch.input_ids.shape[1] % (2 * size if size > 1 else 1) == 0
 
 
+class Reads(list):
+    """Samples that know their lengths, as a cache's do, and remember which of them were read."""
+
+    def __init__(self, samples: list[ChatSample]) -> None:
+        super().__init__(samples)
+        self.lengths = [len(sample.input_ids) for sample in samples]
+        self.read: list[str] = []
+
+    def __getitem__(self, index: int) -> ChatSample:
+        self.read.append(super().__getitem__(index).sample_id)
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Iterator[ChatSample]:
+        raise AssertionError("all samples are read")
+
+
+@pytest.mark.parametrize("row_tokens", (None, 64))
+def test_a_rank_reads_its_own_samples_alone(row_tokens: int | None) -> None:
+    samples, every = Reads(SAMPLES), []
+    for rank in range(2):
+        dealer = Dealer(2, rank, 2, row_tokens=row_tokens)
+        sampler = Sampler(samples, anchors=AnchorRule(4, 7), dealer=dealer, global_batch_size=8)
+        names = [name for batch in sampler.step_batches(8) for name in batch.sample_ids]
+        assert samples.read == names and 0 < len(names) < 8
+        samples.read = []
+        every += names
+    assert len(every) == 8
+
+
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> Record:
     """One process, one sample a row."""

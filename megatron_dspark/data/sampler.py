@@ -4,6 +4,7 @@ Position n of the endless stream is sample permutation(seed, n // N)[n % N]. It 
 or what was read before, so a run resumes anywhere, at any number of ranks, with the same order.
 """
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -101,25 +102,34 @@ class Sampler:
                 f"{dealer.micro_batch_size} × {dealer.ranks} data-parallel ranks; choose a multiple of {per_pass}"
             )
         self.samples, self.anchors, self.dealer = samples, anchors, dealer
+        self._lengths = array("q", lengths_of(samples))
         self.global_batch_size = global_batch_size
         self._permutation: tuple[int, Tensor] | None = None
 
-    def sample_at(self, position: int) -> tuple[int, ChatSample]:
-        """Return (epoch, sample) at `position` of the stream."""
+    def number_at(self, position: int) -> tuple[int, int]:
+        """Return (epoch, number of the sample) at `position` of the stream."""
         epoch, index = divmod(position, len(self.samples))
         if self._permutation is None or self._permutation[0] != epoch:
             generator = keyed_generator("order", self.anchors.seed, epoch)
             self._permutation = (epoch, torch.randperm(len(self.samples), generator=generator))
-        return epoch, self.samples[int(self._permutation[1][index])]
+        return epoch, int(self._permutation[1][index])
 
     def step_batches(self, consumed: int) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of the optimizer step that starts at position `consumed`."""
-        drawn = [self.sample_at(consumed + offset) for offset in range(self.global_batch_size)]
-        for chosen in self.dealer.deal([sample for _, sample in drawn]):
-            rows = [[drawn[index] for index in row] for row in chosen]
-            yield self.dealer.collate(
-                [[(sample, self.anchors.draw(sample, epoch)) for epoch, sample in row] for row in rows]
-            )
+        drawn = [self.number_at(consumed + offset) for offset in range(self.global_batch_size)]
+        # Dealt by length: another rank's samples are not read.
+        for chosen in self.dealer.deal([self._lengths[number] for _, number in drawn]):
+            yield self.dealer.collate([[self._with_anchors(*drawn[index]) for index in row] for row in chosen])
+
+    def _with_anchors(self, epoch: int, number: int) -> tuple[ChatSample, Tensor]:
+        sample = self.samples[number]
+        return sample, self.anchors.draw(sample, epoch)
+
+
+def lengths_of(samples: Sequence[ChatSample]) -> Sequence[int]:
+    """Return the tokens of each sample: from the sequence's own `lengths` where it has them, so that none is read."""
+    known = getattr(samples, "lengths", None)
+    return [len(sample.input_ids) for sample in samples] if known is None else known
 
 
 Row = Sequence[tuple[ChatSample, Tensor]]
@@ -146,17 +156,16 @@ class Dealer:
     row_tokens: int | None = None
     multiple: int = 1
 
-    def deal(self, samples: Sequence[ChatSample]) -> list[list[list[int]]]:
-        """Return this rank's micro-batches of rows of indices into `samples`.
+    def deal(self, lengths: Sequence[int]) -> list[list[list[int]]]:
+        """Return this rank's micro-batches of rows of indices into samples of `lengths` tokens.
 
         Every rank gets the same number of micro-batches, so that collective calls match; the last ones have fewer
         rows, or none, where samples run out.
         """
-        rows = [[index] for index in range(len(samples))]
+        rows = [[index] for index in range(len(lengths))]
         if self.row_tokens is not None:
             size = self.context_parallel_size
-            lengths = [padded_length(len(sample.input_ids), size) for sample in samples]
-            rows = pack(lengths, padded_length(self.row_tokens, size))
+            rows = pack([padded_length(length, size) for length in lengths], padded_length(self.row_tokens, size))
         per_pass = self.micro_batch_size * self.ranks
         passes = -(-len(rows) // (per_pass * self.multiple)) * self.multiple
         starts = range(self.rank * self.micro_batch_size, passes * per_pass, per_pass)
@@ -203,5 +212,5 @@ def validation_batches(samples: Sequence[ChatSample], dealer: Dealer, anchors: A
     """
     return [
         dealer.collate([[(samples[index], anchors.draw(samples[index], -1)) for index in row] for row in chosen])
-        for chosen in dealer.deal(samples)
+        for chosen in dealer.deal(lengths_of(samples))
     ]
