@@ -279,7 +279,8 @@ class _Run:
 
         The norm is None when fp16 overflowed and the step was skipped.
         """
-        batches = list(self.sampler.step_batches(self.step * self.settings.global_batch_size))
+        with contextlib.nullcontext() if self.feed is None else self.feed.waiting():
+            batches = list(self.sampler.step_batches(self.step * self.settings.global_batch_size))
         for model in self.models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()

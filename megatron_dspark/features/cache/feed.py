@@ -1,5 +1,6 @@
 """Features for training: threads read ahead what the sampler will ask for."""
 
+import contextlib
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,7 +31,7 @@ class FeatureFeed:
         Args:
             caches: where to look for a sample (training and held-out ones).
             workers: threads that read; hashing and copying leave the interpreter to others. Twice as many
-                micro-batches are held ahead.
+                micro-batches are held ahead, in page-locked memory where they go to a GPU.
             context_rank: this context-parallel rank, which gets its own rows of every sample alone.
             context_size: context-parallel ranks.
         """
@@ -52,20 +53,31 @@ class FeatureFeed:
         Args:
             batches: to yield now.
             upcoming: what will be asked for afterwards; only as many are looked at as are read ahead.
-            count: add the time that the caller had to wait to that of `lap`.
+            count: add all time from asking for a batch to getting it to that of `lap`.
         """
-        following = list(itertools.islice(upcoming, self._ahead))
+        with self.waiting(count):
+            following = list(itertools.islice(upcoming, self._ahead))
         for index, batch in enumerate(batches):
-            for near in itertools.islice(itertools.chain(batches[index:], following), self._ahead + 1):
-                self._submit(near)
-            started = time.perf_counter()
-            features = self._pending.pop(tuple(batch.sample_ids)).result()
-            self._waited += (time.perf_counter() - started) * count
-            where = platform.device()
-            yield batch, TargetFeatures(features.taps.to(where), features.final_hidden.to(where))
+            with self.waiting(count):
+                for near in itertools.islice(itertools.chain(batches[index:], following), self._ahead + 1):
+                    self._submit(near)
+                features = self._pending.pop(tuple(batch.sample_ids)).result()
+                # From page-locked memory the copy runs beside the host; what computes on it is queued behind it.
+                taps, final_hidden = (
+                    part.to(platform.device(), non_blocking=part.is_pinned())
+                    for part in (features.taps, features.final_hidden)
+                )
+            yield batch, TargetFeatures(taps, final_hidden)
+
+    @contextlib.contextmanager
+    def waiting(self, count: bool = True) -> Iterator[None]:
+        """Add the time inside to that of `lap`, for what training does about its data outside of `over`."""
+        started = time.perf_counter()
+        yield
+        self._waited += (time.perf_counter() - started) * count
 
     def lap(self) -> float:
-        """Return the seconds that training stood still for features since the last call."""
+        """Return the seconds that training stood still for data since the last call."""
         waited, self._waited = self._waited, 0.0
         return waited
 
@@ -92,6 +104,9 @@ class FeatureFeed:
             shard = shard_context(batch.documents, self._context_size, self._context_rank)
             mine, column = shard.rows.t(), torch.arange(rows)
             taps, final_hidden = taps[mine, column], final_hidden[mine, column]
+        if platform.has_cuda():
+            # PyTorch keeps page-locked memory for the next one, and not before the copy out of it has ended.
+            taps, final_hidden = taps.pin_memory(), final_hidden.pin_memory()
         return TargetFeatures(taps, final_hidden)
 
     def _find(self, sample_id: str) -> FeatureCache:
