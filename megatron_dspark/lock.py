@@ -16,11 +16,15 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @contextlib.contextmanager
-def folder_lock(folder: str | Path) -> Iterator[bool]:
+def folder_lock(folder: str | Path, *, keep_file: bool = True) -> Iterator[bool]:
     """Hold `folder` for this process, and make it where it does not exist.
 
     The kernel keeps the lock (flock), so that a killed process, or a machine that went down, leaves none behind. The
-    file stays and means nothing by itself.
+    file means nothing by itself.
+
+    Args:
+        folder: the folder.
+        keep_file: leave the file; False removes it at the end, for a folder that is to hold nothing else.
 
     Yields:
         Whether the file system has such locks; without them nothing is held.
@@ -36,7 +40,10 @@ def folder_lock(folder: str | Path) -> Iterator[bool]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             held = True
-        except BlockingIOError:
+            # The holder may have ended, and removed the file, between our opening and our locking it.
+            if not os.path.samestat(os.fstat(handle), os.stat(path)):
+                raise BlockingIOError
+        except (BlockingIOError, FileNotFoundError):
             raise DSparkError(
                 f"{folder} is being written by {_holder(path)}; wait for its end, or choose another output"
             ) from None
@@ -49,7 +56,12 @@ def folder_lock(folder: str | Path) -> Iterator[bool]:
             os.write(handle, json.dumps({"process": os.getpid(), "machine": socket.gethostname()}).encode())
             # A process forked to write a checkpoint would hold the lock until its own end.
             _held.add(handle)
-        yield held
+        try:
+            yield held
+        finally:
+            if not keep_file:
+                # Before the lock ends: what is removed is ours.
+                path.unlink(missing_ok=True)
     finally:
         _held.discard(handle)
         os.close(handle)

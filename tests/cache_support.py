@@ -11,7 +11,8 @@ from megatron_dspark.features.cache.encoding import StoredTensor, encode, stored
 from megatron_dspark.features.cache.plan import ShardPlan, plan_shards
 from megatron_dspark.features.cache.schema import DataIdentity, FeatureIdentity, Manifest, TargetIdentity
 from megatron_dspark.features.cache.shard import StoredSample
-from megatron_dspark.features.cache.writer import CacheWriter
+from megatron_dspark.features.cache.writer import CacheWriter, WriterBehind
+from megatron_dspark.files import write_json
 from megatron_dspark.targets.fingerprint import data_fingerprint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,10 +111,18 @@ class RandomCache:
 
     def write(self, ranks: int = 1) -> "RandomCache":
         """Write all of it, rank by rank; go on where something is there."""
-        if not self.writer.check():
-            self.writer.begin({})
+        if self.writer.check():
+            self.writer.tidy()
+            return self
+        with self.writer.alone():
+            self.writer.begin({"target/config.json": self._write_config})
             for rank in range(ranks):
-                for shard in self.writer.missing(rank, ranks):
-                    self.writer.write(shard, self.samples(shard))
+                with WriterBehind(self.writer) as behind:
+                    for shard in self.writer.missing(rank, ranks):
+                        behind.write(shard, self.writer.gather(shard, self.samples(shard)))
             self.writer.finish()
         return self
+
+    @staticmethod
+    def _write_config(path: Path) -> None:
+        write_json(path, {"model_type": "random"})

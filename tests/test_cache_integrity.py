@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from safetensors import safe_open
 
 from megatron_dspark.errors import DSparkError
+from megatron_dspark.features.cache import shard as shard_files
 from megatron_dspark.features.cache.reader import FeatureCache
 from megatron_dspark.features.cache.schema import MANIFEST_FILE, SELF_DIGEST
 from megatron_dspark.features.cache.verify import verify_cache
@@ -25,7 +27,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> RandomCache:
 
 def read_all(folder: Path, **options: Any) -> None:
     """Open a cache and read every sample, as a run does."""
-    cache = FeatureCache(folder, **options)
+    read_all_of(FeatureCache(folder, **options))
+
+
+def read_all_of(cache: FeatureCache) -> None:
     for sample_id in cache.sample_ids:
         cache.features(sample_id)
 
@@ -56,6 +61,25 @@ def test_what_is_read_is_what_was_written(dtype: str, tmp_path: Path) -> None:
         # Any reader of safetensors can look inside.
         assert shard.get_slice("taps").get_shape()[1] == len(TAPS) * HIDDEN
     assert len(cache.samples()[2:5]) == 3 and cache.samples()[2:5][0].sample_id == "s2"
+    assert cache.samples().lengths == source.plan.lengths
+    assert cache.samples()[7:2:-2].lengths == [source.plan.lengths[number] for number in (7, 5, 3)]
+
+
+def test_more_shards_than_may_be_open(made: RandomCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that read everywhere evict each other's maps; headers are parsed once, when the cache is opened."""
+    folder = copied(made, tmp_path / "cache")
+    monkeypatch.setattr(shard_files, "most_maps", lambda: 2)
+    cache = FeatureCache(folder)
+    assert len(cache.manifest.shards) > 2
+    monkeypatch.setattr(shard_files.json, "loads", lambda _: pytest.fail("a header was parsed again"))
+    with ThreadPoolExecutor(4) as pool:
+        for name, (ids, *_) in zip(made.ids * 5, pool.map(cache.features, made.ids * 5), strict=True):
+            assert torch.equal(ids, made.content(made.ids.index(name))["input_ids"].long())
+    assert len(shard_files._maps) <= 2
+    # What takes a shard's place meanwhile is noticed when it is mapped again.
+    extend(folder, folder)
+    with pytest.raises(DSparkError, match=r"is not a whole shard \(it has \d+ bytes and had \d+ when it was opened"):
+        read_all_of(cache)
 
 
 def test_fp8_halves_the_bytes(tmp_path: Path) -> None:
@@ -195,25 +219,18 @@ def test_every_edited_manifest_field_is_refused(made: RandomCache, tmp_path: Pat
     expected = {f"target.{name}": value for name, value in manifest["target"].items()}
     expected |= {f"features.{name}": value for name, value in manifest["features"].items()}
     paths = leaves(manifest)
-    assert len(paths) > 30
+    assert len(paths) > 30 and {path[-1] for path in paths if path[0] == "files"} == {"name", "bytes", "sha256"}
     for path in paths:
         for forged in (False, True):
             changed = json.loads(json.dumps(manifest))
             place = changed
             for part in path[:-1]:
                 place = place[part]
-            if path[-1] == "files":
-                continue
             place[path[-1]] = edited(place[path[-1]])
             if forged and path != (SELF_DIGEST,):
                 # With the digest made to fit, what decides the result is still compared with shards and run.
-                if path[0] in ("created_with",) or path[-1] in (
-                    "loss_tokens",
-                    "sha256",
-                    "fingerprint",
-                    "anchor_seed",
-                    "block_size",
-                ):
+                unread = path == ("shards", 0, "sha256") or path[0] == "created_with"
+                if unread or path[-1] in ("loss_tokens", "fingerprint", "anchor_seed", "block_size"):
                     continue
                 changed[SELF_DIGEST] = digest_of({key: value for key, value in changed.items() if key != SELF_DIGEST})
             (folder / MANIFEST_FILE).write_text(json.dumps(changed))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from megatron_dspark.errors import DSparkError
@@ -22,7 +23,7 @@ from megatron_dspark.features.cache.reader import FeatureCache
 from megatron_dspark.features.cache.verify import show_cache, verify_cache
 from megatron_dspark.targets.fingerprint import weights_fingerprint
 from megatron_dspark.targets.folder import read_target_config
-from tests.cache_support import ROOT, TINY, precompute_options, precompute_rank, small_data, tree
+from tests.cache_support import ROOT, TINY, RandomCache, precompute_options, precompute_rank, small_data, tree
 from tests.distributed import RankPool
 
 
@@ -107,6 +108,53 @@ def full_disk_rank(rank: int, size: int, options: dict[str, Any]) -> str:
     finally:
         shard_files.save_file = original
     return "nothing was said"
+
+
+def refused_rank(rank: int, size: int, options: dict[str, Any]) -> str:
+    """Return the sentence with which a rank's precompute is refused."""
+    with pytest.raises(DSparkError) as refusal:
+        precompute_rank(rank, size, options)
+    return str(refusal.value)
+
+
+def test_a_second_job_is_refused_and_a_killed_one_holds_nothing(
+    made: Path, data: Path, two_ranks: RankPool, tmp_path: Path
+) -> None:
+    output = tmp_path / "cache"
+    hold = "import sys, time; from megatron_dspark.lock import folder_lock\n"
+    hold += "with folder_lock(sys.argv[1]): print('held', flush=True); time.sleep(600)"
+    holder = subprocess.Popen([sys.executable, "-c", hold, str(output)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        (output / ".shard-000000.safetensors.1-elsewhere.partial").write_bytes(b"half")
+        said = two_ranks.run(refused_rank, precompute_options(data, output))
+        assert said[0] == said[1] and f"{output} is being written by process {holder.pid} on" in said[0]
+        # Nothing was written, and nothing of the running job taken away.
+        assert sorted(path.name for path in output.iterdir()) == [
+            ".lock",
+            ".shard-000000.safetensors.1-elsewhere.partial",
+        ]
+    finally:
+        holder.kill()
+        holder.communicate()
+    two_ranks.run(precompute_rank, precompute_options(data, output))
+    assert tree(output) == tree(made)
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"), [(errno.ENOSPC, "free some space"), (errno.EROFS, "make its folder writable")]
+)
+@pytest.mark.parametrize("kind", [OSError, SafetensorError])
+def test_what_a_disk_refuses_is_named(
+    number: int, advice: str, kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        reason = os.strerror(number)
+        raise OSError(number, reason) if kind is OSError else SafetensorError(f"{reason} (os error {number})")
+
+    monkeypatch.setattr(shard_files, "save_file", refuse)
+    with pytest.raises(DSparkError, match=f"could not be written .*{os.strerror(number)}.*; {advice} and run"):
+        RandomCache(tmp_path / "cache").write()
 
 
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])
@@ -202,6 +250,12 @@ def test_dry_run_and_refusals(made: Path, data: Path, tmp_path: Path, monkeypatc
             if "data" in changes:
                 precompute(PrecomputeOptions(**precompute_options(changes["data"], tmp_path / "cache")))
             run(**changes)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda *_: False)
+        with pytest.raises(DSparkError, match=r"cannot be written: .* refuses that \(permission denied\); choose"):
+            run()
+    with pytest.raises(DSparkError, match=r"train.jsonl refuses that \(it is no folder\)"):
+        run(output=data / "cache")
     monkeypatch.setattr(job, "_free_bytes", lambda _: 1000)
     with pytest.raises(DSparkError, match=r"the cache needs .* MB \(3,077 bytes for each of .* tokens\) and the disk"):
         run(dry_run=True)

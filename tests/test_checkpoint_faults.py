@@ -20,9 +20,9 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megatron_dspark.errors import DSparkError
+from megatron_dspark.lock import folder_lock
 from megatron_dspark.training import saving
 from megatron_dspark.training.checkpoint import checkpoints_folder, damage, find_checkpoint, published
-from megatron_dspark.training.lock import folder_lock
 from megatron_dspark.training.run import train
 from tests.distributed import RankPool
 from tests.resume_support import (

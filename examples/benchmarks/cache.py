@@ -117,7 +117,7 @@ def files(
 
         def write(writer: CacheWriter = writer, encoded: list = encoded) -> None:
             for shard in range(writer.plan.num_shards):
-                writer.write(shard, (encoded[number] for number in writer.plan.samples(shard)))
+                writer.write(shard, writer.gather(shard, (encoded[number] for number in writer.plan.samples(shard))))
 
         written = seconds(write)
         writer.finish()

@@ -9,8 +9,8 @@ import torch.distributed
 
 from megatron_dspark import platform
 from megatron_dspark.errors import DSparkError, LostRankError
+from megatron_dspark.lock import folder_lock
 from megatron_dspark.training.checkpoint import Checkpoint, checkpoints_folder, find_checkpoint, newest_whole
-from megatron_dspark.training.lock import folder_lock
 from megatron_dspark.training.settings import TrainSettings
 
 

@@ -2,6 +2,6 @@
 
 schema (the manifest), shard (one file of whole samples), encoding (stored types), plan (which samples make a shard),
 writer (whole shards, resumed), reader (random access, nothing unchecked), feed (background reading for training),
-precompute (the job), source (where features come from), tools (verify, show, merge, subset). docs/cache-format.md
-says what every byte means.
+precompute (the job), source (where features come from), verify (checking, showing), reshape (merge, subset).
+docs/cache-format.md says what every byte means.
 """

@@ -38,9 +38,9 @@ from megatron_dspark.features.cache.schema import (
     TargetIdentity,
     read_manifest,
 )
-from megatron_dspark.features.cache.shard import StoredSample, save_tensors
+from megatron_dspark.features.cache.shard import GatheredShard, StoredSample, save_tensors
 from megatron_dspark.features.cache.source import Capture, megatron_source, transformers_source
-from megatron_dspark.features.cache.writer import CacheWriter
+from megatron_dspark.features.cache.writer import CacheWriter, WriterBehind
 from megatron_dspark.files import atomic_file, require_file
 from megatron_dspark.parallel_rules import check_target_split
 from megatron_dspark.targets.fingerprint import (
@@ -146,8 +146,8 @@ def precompute(options: PrecomputeOptions) -> PrecomputeReport:
     in turn, every sample is captured alone, and so the bytes do not depend on the number of ranks.
 
     Raises:
-        DSparkError: something is missing or does not fit, or the disk is too small: before any process group, model
-            or file is made.
+        DSparkError: something is missing or does not fit, or the disk is too small or read-only: before any process
+            group, model or file is made. Later: another job writes there, or the disk is full.
     """
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     options.validate(world_size)
@@ -161,6 +161,7 @@ def precompute(options: PrecomputeOptions) -> PrecomputeReport:
             writer.tidy()
         made = read_manifest(options.output)
         return job.report("already complete", free, sum(part.bytes for part in (*made.shards, *made.files)))
+    _refuse_unwritable(options.output)
     present = sum(path.stat().st_size for path in options.output.rglob("*.safetensors"))
     if total - present > free:
         raise DSparkError(
@@ -239,7 +240,11 @@ def _prepare(options: PrecomputeOptions) -> _Job:
 def _run(job: _Job, writer: CacheWriter, groups: Any, free: int) -> PrecomputeReport:
     waiting = torch.distributed.new_group(backend="gloo", timeout=_PATIENCE)
     try:
-        return _write(job, writer, groups, waiting, free)
+        with contextlib.ExitStack() as held:
+            with _shared_problem(waiting):
+                if torch.distributed.get_rank() == 0:
+                    held.enter_context(writer.alone())
+            return _write(job, writer, groups, waiting, free)
     finally:
         # It has threads of its own, which would stay in a process that goes on to train.
         torch.distributed.destroy_process_group(waiting)
@@ -266,11 +271,14 @@ def _write(job: _Job, writer: CacheWriter, groups: Any, waiting: Any, free: int)
         mine = writer.missing(groups.dp.rank(), groups.dp.size())
     with _shared_problem(waiting):
         meter.begin(mine)
-        with meter:
+        with meter, WriterBehind(writer) as behind:
             for number in mine:
                 # A replica's ranks capture together: each learns of a problem of the one that writes.
                 with _shared_problem(groups.mp):
-                    done += _write_shard(job, number, capture, writer, meter, groups)
+                    shard = _gather_shard(job, number, capture, writer, meter, groups)
+                    if shard is not None:
+                        behind.write(number, shard)
+                        done += int(shard.offsets[-1])
     with _shared_problem(waiting):
         if rank == 0:
             writer.finish()
@@ -299,8 +307,10 @@ def _shared_problem(group: Any) -> Iterator[None]:
             raise DSparkError(found)
 
 
-def _write_shard(job: _Job, number: int, capture: Capture, writer: CacheWriter, meter: CacheMeter, groups: Any) -> int:
-    """Capture a shard's samples; the first tensor-parallel rank of the last stage writes. Return the tokens written."""
+def _gather_shard(
+    job: _Job, number: int, capture: Capture, writer: CacheWriter, meter: CacheMeter, groups: Any
+) -> GatheredShard | None:
+    """Capture a shard's samples; the first tensor-parallel rank of the last stage gets them all."""
     left = iter([job.samples[index] for index in job.plan.samples(number)])
 
     def capture_only() -> None:
@@ -310,15 +320,14 @@ def _write_shard(job: _Job, number: int, capture: Capture, writer: CacheWriter, 
 
     if groups.tp.rank() > 0 or groups.pp.rank() < groups.pp.size() - 1:
         capture_only()
-        return 0
+        return None
     try:
-        writer.write(number, _stored(job, left, capture, meter))
+        return writer.gather(number, _stored(job, left, capture, meter))
     except (DSparkError, OSError):
         # The other ranks of the replica wait for this one's part of every sample.
         if groups.mp.size() > 1:
             capture_only()
         raise
-    return sum(job.plan.lengths[index] for index in job.plan.samples(number))
 
 
 def _stored(job: _Job, left: Iterator[ChatSample], capture: Capture, meter: CacheMeter) -> Iterator[StoredSample]:
@@ -386,8 +395,22 @@ def _table_bytes(target: TargetConfig) -> int:
     return rows * 2 * (1 if target.tie_word_embeddings else 2)
 
 
-def _free_bytes(folder: Path) -> int:
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above that exists."""
     folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return folder
+
+
+def _refuse_unwritable(folder: Path) -> None:
+    place = _existing(folder)
+    if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
+        return
+    reason = "its file system is mounted read-only" if os.statvfs(place).f_flag & os.ST_RDONLY else "permission denied"
+    reason = reason if place.is_dir() else "it is no folder"
+    raise DSparkError(f"the cache {folder} cannot be written: {place} refuses that ({reason}); choose another output")
+
+
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(_existing(folder)).free

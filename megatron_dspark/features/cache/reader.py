@@ -1,12 +1,15 @@
 """Reading a cache: nothing is used that was not compared with what the manifest says."""
 
+import bisect
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, overload
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -20,7 +23,7 @@ from megatron_dspark.features.cache.schema import (
     read_manifest,
     require,
 )
-from megatron_dspark.features.cache.shard import ShardFile, ShardFiles
+from megatron_dspark.features.cache.shard import ShardFile
 from megatron_dspark.files import sha256
 from megatron_dspark.targets.folder import TargetConfig, read_target_config
 
@@ -58,12 +61,14 @@ class FeatureCache:
         require(self.manifest, self.folder, expected or {}, whose)
         self._check_files()
         with ThreadPoolExecutor(16) as pool:
-            names = list(pool.map(self._checked_ids, self.manifest.shards))
-        self.sample_ids = [name for part in names for name in part]
+            self._shards = list(
+                pool.map(lambda entry: open_checked(self.folder, entry, self.manifest), self.manifest.shards)
+            )
+        self._starts = list(itertools.accumulate(map(len, self._shards), initial=0))
+        self.sample_ids = [name for shard in self._shards for name in shard.sample_ids]
         self._numbers = {name: number for number, name in enumerate(self.sample_ids)}
         if len(self._numbers) != len(self.sample_ids):
             raise DSparkError(f"the feature cache {self.folder} holds a sample twice; precompute it again")
-        self._shards = ShardFiles(self.folder, self.manifest.shards)
         features = self.manifest.features
         self._hidden_size = self.manifest.target.hidden_size
         self._names = tuple(
@@ -87,10 +92,14 @@ class FeatureCache:
         """Return ids and loss masks of all samples, read when they are asked for."""
         return CachedSamples(self)
 
+    @property
+    def lengths(self) -> numpy.ndarray:
+        """Tokens of each sample [samples] int64; no sample is read."""
+        return numpy.concatenate([shard.lengths for shard in self._shards])
+
     def sample(self, number: int) -> ChatSample:
         """Return ids and loss mask of a sample. Its features are not read, and the whole is not checked here."""
-        shard, index = self._shards.locate(number)
-        found = shard.read(index, ("input_ids", "loss_mask"), check=False)
+        found = self.stored(number, ("input_ids", "loss_mask"), check=False)
         return ChatSample(self.sample_ids[number], found["input_ids"].long(), found["loss_mask"])
 
     def features(self, sample_id: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,13 +113,17 @@ class FeatureCache:
         """
         if sample_id not in self._numbers:
             raise DSparkError(f"the feature cache {self.folder} has no sample {sample_id!r}; precompute the same data")
-        shard, index = self._shards.locate(self._numbers[sample_id])
-        stored = shard.read(index, self._names)
+        stored = self.stored(self._numbers[sample_id], self._names)
         taps, final_hidden = (
             decode(stored[name], stored.get(f"{name}_scale"), self.dtype, self._hidden_size)
             for name in ("taps", "final_hidden")
         )
         return stored["input_ids"].long(), taps, final_hidden
+
+    def stored(self, number: int, names: tuple[str, ...], *, check: bool = True) -> dict[str, Tensor]:
+        """Return tensors of sample `number` of the cache as they are stored, see `ShardFile.read`."""
+        shard = bisect.bisect_right(self._starts, number) - 1
+        return self._shards[shard].read(number - self._starts[shard], names, check=check)
 
     def _check_files(self) -> None:
         for entry in self.manifest.files:
@@ -119,10 +132,6 @@ class FeatureCache:
             found = sha256(path)
             if found != entry.sha256:
                 raise _altered(self.folder, entry.name, "sha256", entry.sha256, found)
-
-    def _checked_ids(self, entry: ShardEntry) -> list[str]:
-        shard = open_checked(self.folder, entry, self.manifest)
-        return shard.sample_ids
 
 
 class CachedSamples(Sequence[ChatSample]):
@@ -144,6 +153,11 @@ class CachedSamples(Sequence[ChatSample]):
             return CachedSamples(self._cache, self._numbers[index])
         return self._cache.sample(self._numbers[index])
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sample, which the shards' indexes know."""
+        return self._cache.lengths[list(self._numbers)].tolist()
+
     def __iter__(self) -> Iterator[ChatSample]:
         return (self._cache.sample(number) for number in self._numbers)
 
@@ -161,7 +175,7 @@ def open_checked(folder: Path, entry: ShardEntry, manifest: Manifest) -> ShardFi
         raise _altered(folder, entry.name, "identity", manifest.identity, shard.identity, "belongs to another cache: ")
     for field, expected, found in (
         ("samples", entry.samples, len(shard)),
-        ("tokens", entry.tokens, sum(shard.lengths())),
+        ("tokens", entry.tokens, int(shard.lengths.sum())),
         ("index_sha256", entry.index_sha256, shard.index_sha256()),
     ):
         if expected != found:

@@ -17,7 +17,7 @@ from megatron_dspark.features.cache.encoding import StoredTensor, stored_tensors
 from megatron_dspark.features.cache.plan import plan_shards
 from megatron_dspark.features.cache.reader import FeatureCache
 from megatron_dspark.features.cache.schema import DataIdentity, Manifest, samples_fingerprint, write_manifest
-from megatron_dspark.features.cache.shard import ShardFiles, StoredSample, shard_name
+from megatron_dspark.features.cache.shard import StoredSample, shard_name
 from megatron_dspark.features.cache.writer import CacheWriter
 from megatron_dspark.files import atomic_file, atomic_folder
 
@@ -133,13 +133,13 @@ def subset_cache(
     plan = plan_shards(lengths, tensors)
     writer = CacheWriter(Path(output), manifest, plan, tensors)
     if not writer.check():
-        writer.begin({file.name: _copier(cache.folder / file.name) for file in source.files})
-        columns = [there.index(tap) for tap in kept]
-        files = ShardFiles(cache.folder, source.shards)
-        for shard in writer.missing():
-            chosen = [numbers[index] for index in plan.samples(shard)]
-            writer.write(shard, _read(cache, files, chosen, tensors, columns))
-        writer.finish()
+        with writer.alone():
+            writer.begin({file.name: _copier(cache.folder / file.name) for file in source.files})
+            columns = [there.index(tap) for tap in kept]
+            for shard in writer.missing():
+                chosen = [numbers[index] for index in plan.samples(shard)]
+                writer.write(shard, writer.gather(shard, _read(cache, chosen, tensors, columns)))
+            writer.finish()
     return _report(Path(output), FeatureCache(output).manifest)
 
 
@@ -164,13 +164,12 @@ def _chosen(cache: FeatureCache, first: int | None, ids: str | Path | None) -> l
 
 
 def _read(
-    cache: FeatureCache, files: ShardFiles, numbers: list[int], tensors: list[StoredTensor], columns: list[int]
+    cache: FeatureCache, numbers: list[int], tensors: list[StoredTensor], columns: list[int]
 ) -> Iterator[StoredSample]:
     names = tuple(tensor.name for tensor in tensors)
     all_taps = len(cache.manifest.features.target_layer_ids)
     for number in numbers:
-        shard, index = files.locate(number)
-        stored = shard.read(index, names)
+        stored = cache.stored(number, names)
         for name in ("taps", "taps_scale"):
             if name in stored and columns != list(range(all_taps)):
                 stored[name] = _columns(stored[name], columns, all_taps)

@@ -1,16 +1,20 @@
 """One shard: a safetensors file of whole samples behind each other, each with its own digest."""
 
-import bisect
+import errno
 import hashlib
 import json
 import mmap
+import re
+import resource
 import struct
 import threading
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -45,26 +49,28 @@ def shard_name(number: int) -> str:
     return f"shard-{number:06d}.safetensors"
 
 
-def write_shard(
-    path: Path,
-    samples: Iterable[StoredSample],
-    lengths: list[int],
-    tensors: list[StoredTensor],
-    identity: str,
-    facts: Path | None = None,
-) -> ShardEntry:
-    """Write a shard that appears whole.
+@dataclass(frozen=True)
+class GatheredShard:
+    """A shard's content before it is a file: its samples behind each other.
+
+    Attributes:
+        sample_ids: identifiers.
+        offsets: [samples + 1] int64, as stored.
+        parts: tensor name → rows of all samples.
+    """
+
+    sample_ids: list[str]
+    offsets: Tensor
+    parts: dict[str, Tensor]
+
+
+def gather_shard(samples: Iterable[StoredSample], lengths: list[int], tensors: list[StoredTensor]) -> GatheredShard:
+    """Put samples behind each other.
 
     Args:
-        path: the file.
         samples: in order.
         lengths: tokens of each of them.
         tensors: what is stored.
-        identity: of the cache that it belongs to.
-        facts: where to leave the returned entry as JSON, before the shard appears under its name.
-
-    Raises:
-        DSparkError: the file cannot be written (no space is left).
     """
     offsets = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0)
     total = int(offsets[-1])
@@ -72,15 +78,33 @@ def write_shard(
         tensor.name: torch.empty((total, tensor.width) if tensor.width else (total,), dtype=tensor.dtype)
         for tensor in tensors
     }
-    names, digests = [], []
+    names = []
     for index, sample in enumerate(samples):
-        start, stop = int(offsets[index]), int(offsets[index + 1])
         for name, part in parts.items():
-            part[start:stop] = sample.tensors[name]
+            part[int(offsets[index]) : int(offsets[index + 1])] = sample.tensors[name]
         names.append(sample.sample_id)
-        digests.append(_digest(sample.sample_id, [_bytes_of(part[start:stop]) for part in parts.values()]))
-    parts["offsets"] = offsets
-    parts["digests"] = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).view(len(names), 32)
+    return GatheredShard(names, offsets, parts)
+
+
+def write_shard(path: Path, shard: GatheredShard, identity: str, facts: Path | None = None) -> ShardEntry:
+    """Write a shard that appears whole.
+
+    Args:
+        path: the file.
+        shard: its content.
+        identity: of the cache that it belongs to.
+        facts: where to leave the returned entry as JSON, before the shard appears under its name.
+
+    Raises:
+        DSparkError: the file cannot be written (no space is left).
+    """
+    names = shard.sample_ids
+    digests = b"".join(
+        _digest(name, [_bytes_of(part[int(start) : int(stop)]) for part in shard.parts.values()])
+        for name, start, stop in zip(names, shard.offsets[:-1], shard.offsets[1:], strict=True)
+    )
+    stored = torch.frombuffer(bytearray(digests), dtype=torch.uint8).view(len(names), 32)
+    parts = {**shard.parts, "offsets": shard.offsets, "digests": stored}
     # One key of metadata: the order of several is not fixed by the library, and bytes must not differ.
     metadata = {METADATA: json.dumps({"identity": identity, "sample_ids": names}, ensure_ascii=False)}
     try:
@@ -89,7 +113,7 @@ def write_shard(
             entry = ShardEntry(
                 path.name,
                 len(names),
-                total,
+                int(shard.offsets[-1]),
                 temporary.stat().st_size,
                 sha256(temporary),
                 ShardFile(temporary).index_sha256(),
@@ -98,10 +122,21 @@ def write_shard(
                 write_json(facts, vars(entry))
     except (OSError, SafetensorError) as error:
         raise DSparkError(
-            f"{path} could not be written ({error}); free some space and run the same command again, which goes on "
+            f"{path} could not be written ({error}); {_advice(error)} and run the same command again, which goes on "
             "after the last whole shard"
         ) from error
     return entry
+
+
+def _advice(error: Exception) -> str:
+    """What helps against an error of writing; the library that writes tensors says its number in words alone."""
+    said = re.search(r"os error (\d+)", str(error))
+    number = getattr(error, "errno", None) or (int(said.group(1)) if said else None)
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space"
+    if number in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return "make its folder writable"
+    return "see to that"
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -113,48 +148,52 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str
 
 
 class ShardFile:
-    """A shard mapped into memory: reads any sample by itself, checked against its digest."""
+    """A shard: reads any sample by itself, checked against its digest.
+
+    It keeps what it takes to find a sample. The file is mapped into memory when one is read, see `_Maps`.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Map the file.
+        """Read the header.
 
         Raises:
-            DSparkError: it is missing, or no shard.
+            DSparkError: the file is missing, or no shard.
         """
         self.path = path
+        content = _map(path)
         try:
-            with open(path, "rb") as handle:
-                (self._start,) = struct.unpack("<Q", handle.read(8))
-                self._start += 8
-                if not 8 < self._start < 2**31:
-                    raise ValueError(f"its header would be {self._start} bytes long")
-                self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-            header = json.loads(self._map[8 : self._start])
+            (self._start,) = struct.unpack("<Q", content[:8])
+            self._start += 8
+            if not 8 < self._start < 2**31:
+                raise ValueError(f"its header would be {self._start} bytes long")
+            header = json.loads(content[8 : self._start])
             described = json.loads(header.pop("__metadata__")[METADATA])
             self.identity, self.sample_ids = described["identity"], described["sample_ids"]
             self._tensors: dict[str, dict[str, Any]] = header
-            end = max(entry["data_offsets"][1] for entry in header.values())
-            if end + self._start != len(self._map):
-                raise ValueError(f"it has {len(self._map)} bytes and its header says {end + self._start}")
-            self._offsets = self._tensor("offsets").tolist()
-        except FileNotFoundError:
-            raise DSparkError(f"the shard {path} is missing; restore it, or precompute again") from None
-        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-            raise DSparkError(f"{path} is not a whole shard ({error}); restore it, or precompute again") from None
+            self._size = max(entry["data_offsets"][1] for entry in header.values()) + self._start
+            if self._size != len(content):
+                raise ValueError(f"it has {len(content)} bytes and its header says {self._size}")
+            # Eight bytes a sample: a cache keeps those of all its samples.
+            self._offsets = numpy.frombuffer(content[slice(*self._range("offsets"))], dtype="<i8")
+        except (ValueError, KeyError, TypeError, struct.error) as error:
+            raise _not_whole(path, error) from None
+        _maps.keep(self, content)
 
     def __len__(self) -> int:
         return len(self.sample_ids)
 
     def index_sha256(self) -> str:
         """Digest of the header and of what it takes to find and check a sample."""
-        state = hashlib.sha256(self._map[: self._start])
+        content = _maps.of(self)
+        state = hashlib.sha256(content[: self._start])
         for name in _INDEX:
-            state.update(self._map[slice(*self._range(name))])
+            state.update(content[slice(*self._range(name))])
         return state.hexdigest()
 
-    def lengths(self) -> list[int]:
-        """Tokens of each sample."""
-        return [stop - start for start, stop in zip(self._offsets, self._offsets[1:], strict=False)]
+    @property
+    def lengths(self) -> numpy.ndarray:
+        """Tokens of each sample [samples] int64."""
+        return numpy.diff(self._offsets)
 
     def read(self, index: int, names: tuple[str, ...], *, check: bool = True) -> dict[str, Tensor]:
         """Return tensors of a sample, in memory of their own.
@@ -165,19 +204,30 @@ class ShardFile:
             check: compare all bytes of the sample with its digest.
 
         Raises:
-            DSparkError: the sample's bytes are not those that were written.
+            DSparkError: the sample's bytes are not those that were written, or the shard is gone.
         """
-        slices = {name: self._rows(name, index) for name in self._stored()}
+        content = _maps.of(self)
         if check:
-            found = _digest(self.sample_ids[index], list(slices.values()))
+            found = _digest(self.sample_ids[index], [self._rows(content, name, index) for name in self._stored()])
             start = self._range("digests")[0] + 32 * index
-            expected = self._map[start : start + 32]
+            expected = content[start : start + 32]
             if found != expected:
                 raise DSparkError(
                     f"sample {self.sample_ids[index]!r} in {self.path} was altered: its SHA-256 is {found.hex()} and "
                     f"was {expected.hex()} when it was written; restore the shard, or precompute again"
                 )
-        return {name: self._as_tensor(name, slices[name]) for name in names}
+        return {name: self._as_tensor(name, self._rows(content, name, index)) for name in names}
+
+    def map(self) -> mmap.mmap:
+        """Map the file.
+
+        Raises:
+            DSparkError: it is gone, or another one took its place since the header was read.
+        """
+        content = _map(self.path)
+        if len(content) != self._size:
+            raise _not_whole(self.path, f"it has {len(content)} bytes and had {self._size} when it was opened")
+        return content
 
     def _stored(self) -> list[str]:
         order = ("input_ids", "loss_mask", "taps", "final_hidden", "taps_scale", "final_hidden_scale")
@@ -187,44 +237,76 @@ class ShardFile:
         start, stop = self._tensors[name]["data_offsets"]
         return self._start + start, self._start + stop
 
-    def _rows(self, name: str, index: int) -> memoryview:
+    def _rows(self, content: mmap.mmap, name: str, index: int) -> memoryview:
         shape = self._tensors[name]["shape"]
         row = _DTYPES[self._tensors[name]["dtype"]].itemsize * (shape[1] if len(shape) > 1 else 1)
         start = self._range(name)[0]
-        first, last = self._offsets[index], self._offsets[index + 1]
-        return memoryview(self._map)[start + row * first : start + row * last]
+        first, last = int(self._offsets[index]), int(self._offsets[index + 1])
+        return memoryview(content)[start + row * first : start + row * last]
 
-    def _tensor(self, name: str) -> Tensor:
-        return self._as_tensor(name, memoryview(self._map)[slice(*self._range(name))])
-
-    def _as_tensor(self, name: str, content: memoryview) -> Tensor:
+    def _as_tensor(self, name: str, rows: memoryview) -> Tensor:
         entry = self._tensors[name]
-        flat = torch.frombuffer(bytearray(content), dtype=_DTYPES[entry["dtype"]])
-        return flat.view(-1, *entry["shape"][1:])
+        # This copy leaves the interpreter to other threads; one by bytes or bytearray would not.
+        copied = numpy.frombuffer(rows, dtype=numpy.uint8).copy()
+        return torch.from_numpy(copied).view(_DTYPES[entry["dtype"]]).view(-1, *entry["shape"][1:])
 
 
-class ShardFiles:
-    """Open shards, not more than a number at once."""
+class _Maps:
+    """The shards that this process has mapped, over all caches: not more than it may hold open beside other files."""
 
-    def __init__(self, folder: Path, entries: list[ShardEntry], limit: int = 256) -> None:
-        self._folder, self._entries, self._limit = folder, entries, limit
-        self._open: dict[int, ShardFile] = {}
+    def __init__(self) -> None:
+        self._open: weakref.WeakKeyDictionary[ShardFile, mmap.mmap] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
-        self._starts = [0]
-        for entry in entries:
-            self._starts.append(self._starts[-1] + entry.samples)
 
-    def locate(self, sample: int) -> tuple[ShardFile, int]:
-        """Return the shard that holds sample number `sample` of the cache, and its number in there."""
-        number = bisect.bisect_right(self._starts, sample) - 1
+    def of(self, shard: ShardFile) -> mmap.mmap:
+        """Return the shard's map. The least recently used ones are let go of; whoever still reads one keeps it."""
         with self._lock:
-            shard = self._open.pop(number, None)
-            if shard is None:
-                shard = ShardFile(self._folder / self._entries[number].name)
-            self._open[number] = shard
-            if len(self._open) > self._limit:
-                self._open.pop(next(iter(self._open)))
-        return shard, sample - self._starts[number]
+            content = self._open.pop(shard, None)
+            if content is not None:
+                self._open[shard] = content
+                return content
+        # A disk may take its time, and other threads read on meanwhile.
+        content = shard.map()
+        self.keep(shard, content)
+        return content
+
+    def keep(self, shard: ShardFile, content: mmap.mmap) -> None:
+        """Take a map in, as the most recently used one."""
+        with self._lock:
+            self._open[shard] = content
+            while len(self._open) > most_maps() and (oldest := next(iter(self._open), None)) is not None:
+                del self._open[oldest]
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+
+_maps = _Maps()
+
+
+def most_maps() -> int:
+    """Return how many shards may be mapped: each holds a descriptor, and half of them stay for everything else.
+
+    Linux also bounds the maps of a process (65,530 by default).
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 16384 if soft == resource.RLIM_INFINITY else max(1, min(soft // 2, 16384))
+
+
+def _map(path: Path) -> mmap.mmap:
+    try:
+        with open(path, "rb") as handle:
+            return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise DSparkError(f"the shard {path} is missing; restore it, or precompute again") from None
+    except OSError as error:
+        raise DSparkError(f"the shard {path} cannot be read ({error.strerror}); see to that, or restore it") from None
+    except ValueError as error:
+        raise _not_whole(path, error) from None
+
+
+def _not_whole(path: Path, reason: object) -> DSparkError:
+    return DSparkError(f"{path} is not a whole shard ({reason}); restore it, or precompute again")
 
 
 def _digest(sample_id: str, contents: list[Any]) -> bytes:

@@ -1,7 +1,10 @@
 """Writing a cache: whole shards in a folder whose manifest says "complete" last of all; interrupted, it goes on."""
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,9 @@ from megatron_dspark.features.cache.schema import (
     read_manifest,
     write_manifest,
 )
-from megatron_dspark.features.cache.shard import StoredSample, shard_name, write_shard
+from megatron_dspark.features.cache.shard import GatheredShard, StoredSample, gather_shard, shard_name, write_shard
 from megatron_dspark.files import read_json, sha256
+from megatron_dspark.lock import LOCK_FILE, folder_lock
 
 _PARTIAL = "*.partial"
 
@@ -25,7 +29,8 @@ _PARTIAL = "*.partial"
 class CacheWriter:
     """Writes the shards of a plan, on any number of ranks; the same bytes on all of them.
 
-    The order of calls: `begin` on one rank; then on every rank `missing` and `write`; then `finish` on one rank.
+    The order of calls: `begin` on one rank; then on every rank `missing` and `write`; then `finish` on one rank. All
+    of it inside `alone` of one rank.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, plan: ShardPlan, tensors: list[StoredTensor]) -> None:
@@ -43,7 +48,7 @@ class CacheWriter:
         if not folder.exists():
             return False
         if not (folder / MANIFEST_FILE).exists():
-            if not folder.is_dir() or any(not path.match(_PARTIAL) for path in folder.iterdir()):
+            if not folder.is_dir() or any(not _is_leftover(path) for path in folder.iterdir()):
                 raise DSparkError(f"{folder} is not empty and no precompute began there; choose another folder")
             return False
         found = read_manifest(folder, complete=False)
@@ -63,15 +68,33 @@ class CacheWriter:
             )
         return found.complete
 
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the folder, made where it does not exist, against other jobs; a killed job holds nothing.
+
+        Raises:
+            DSparkError: another job is writing there, or did so since `check`.
+        """
+        with folder_lock(self.folder, keep_file=False) as held:
+            if self.check():
+                raise DSparkError(f"another job has just completed {self.folder}; there is nothing left to do")
+            if held:
+                # Nobody else writes here: these are a dead job's, whichever machine it ran on.
+                for leftover in self.folder.rglob(f".{_PARTIAL}"):
+                    leftover.unlink(missing_ok=True)
+            else:
+                print(
+                    f"the file system of {self.folder} has no locks; see to it that no other job writes there",
+                    file=sys.stderr,
+                )
+            yield
+
     def begin(self, files: dict[str, Any]) -> None:
-        """Make the folder and its unfinished manifest.
+        """Write the unfinished manifest and what travels with the shards.
 
         Args:
             files: file name → function that writes it to a path atomically, for what travels with the shards.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for leftover in self.folder.rglob(f".{_PARTIAL}"):
-            leftover.unlink(missing_ok=True)
         write_manifest(self.folder, self.manifest)
         entries = []
         for name, write in sorted(files.items()):
@@ -84,15 +107,18 @@ class CacheWriter:
         """Return this rank's shards that are not whole yet; every byte of those that are is read again."""
         return [number for number in range(rank, self.plan.num_shards, ranks) if not self._is_whole(number)]
 
-    def write(self, number: int, samples: Iterable[StoredSample]) -> ShardEntry:
+    def gather(self, number: int, samples: Iterable[StoredSample]) -> GatheredShard:
+        """Put a shard's samples together in memory."""
+        lengths = [self.plan.lengths[index] for index in self.plan.samples(number)]
+        return gather_shard(samples, lengths, self.tensors)
+
+    def write(self, number: int, shard: GatheredShard) -> ShardEntry:
         """Write a shard whole.
 
         Raises:
-            DSparkError: the disk is full.
+            DSparkError: the disk is full, or cannot be written.
         """
-        lengths = [self.plan.lengths[index] for index in self.plan.samples(number)]
-        path = self.folder / shard_name(number)
-        return write_shard(path, samples, lengths, self.tensors, self.manifest.identity, self._facts(number))
+        return write_shard(self.folder / shard_name(number), shard, self.manifest.identity, self._facts(number))
 
     def finish(self) -> Manifest:
         """Publish the manifest once every shard is whole, and return it.
@@ -111,8 +137,10 @@ class CacheWriter:
 
     def tidy(self) -> None:
         """Remove what only an unfinished cache needs."""
-        for number in range(self.plan.num_shards):
-            self._facts(number).unlink(missing_ok=True)
+        for path in (*map(self._facts, range(self.plan.num_shards)), self.folder / LOCK_FILE):
+            # Looked for first: a folder that is read-only by now refuses to remove even what is not there.
+            if path.exists():
+                path.unlink(missing_ok=True)
 
     def _is_whole(self, number: int) -> bool:
         path = self.folder / shard_name(number)
@@ -129,6 +157,49 @@ class CacheWriter:
 
     def _samples_by_shard(self) -> list[int]:
         return [len(self.plan.samples(number)) for number in range(self.plan.num_shards)]
+
+
+class WriterBehind:
+    """Writes one shard in the background while the next one is gathered: at most two of them are in memory.
+
+    Shards appear in the order in which they are given. What goes wrong with one is raised when the next one is given,
+    or at the end, which waits for what is being written.
+    """
+
+    def __init__(self, writer: CacheWriter) -> None:
+        """Args: what writes."""
+        self._writer = writer
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="shards")
+        self._pending: Future[ShardEntry] | None = None
+
+    def __enter__(self) -> "WriterBehind":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            # Of two problems the earlier shard's is told; an interruption is none of them.
+            if kind is None or issubclass(kind, Exception):
+                self._wait()
+        finally:
+            self._pool.shutdown()
+
+    def write(self, number: int, shard: GatheredShard) -> None:
+        """Write a shard once the one before is written.
+
+        Raises:
+            DSparkError: that one could not be written.
+        """
+        self._wait()
+        self._pending = self._pool.submit(self._writer.write, number, shard)
+
+    def _wait(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+
+def _is_leftover(path: Path) -> bool:
+    return path.match(_PARTIAL) or path.name == LOCK_FILE
 
 
 def _first_difference(ours: Any, theirs: Any, where: str = "") -> tuple[str, Any, Any] | None:
