@@ -115,6 +115,27 @@ def test_a_rank_reads_its_own_samples_alone(row_tokens: int | None) -> None:
     assert len(every) == 8
 
 
+def test_packing_keeps_padding_under_five_percent() -> None:
+    """Lengths like chat data (log-normal, the tail cut), 64 samples a step over two ranks, four rows a micro-batch."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = ((torch.randn(640, generator=generator) * 0.9).exp() * 500).round().clamp(16, 2048).int().tolist()
+    samples = [
+        ChatSample(str(number), torch.zeros(length, dtype=torch.int64), torch.arange(length) > 0)
+        for number, length in enumerate(lengths)
+    ]
+    shares = {}
+    for row_tokens in (None, 2048):
+        tokens = places = 0
+        for rank in range(2):
+            dealer = Dealer(4, rank, 2, row_tokens=row_tokens)
+            sampler = Sampler(samples, anchors=AnchorRule(1, 0), dealer=dealer, global_batch_size=64)
+            for batch in (batch for step in range(10) for batch in sampler.step_batches(64 * step)):
+                tokens, places = tokens + batch.num_tokens, places + batch.input_ids.numel()
+        assert tokens == sum(lengths)
+        shares[row_tokens] = 1 - tokens / places
+    assert shares[2048] < 0.05 and shares[None] > 0.4
+
+
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> Record:
     """One process, one sample a row."""
