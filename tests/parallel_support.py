@@ -15,14 +15,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_dspark.training import settings as settings_module
 from megatron_dspark.training import setup
+from megatron_dspark.training.overrides import override, settings_from_dict
 from megatron_dspark.training.report import read_metrics
 from megatron_dspark.training.run import train
 from megatron_dspark.training.settings import (
     DraftSettings,
     OptimizerSettings,
     TrainSettings,
-    override,
-    settings_from_dict,
 )
 from tests.data_support import byte_tokenizer
 
