@@ -158,7 +158,7 @@ def test_refused_samples_name_their_line(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
     first, second = read_messages(file)
     assert encode_messages(tokenizer, first, 40).loss_mask.any()
-    with pytest.raises(DSparkError, match=r"chat\.jsonl line 3: .*max_length 40 cuts it before its first reply"):
+    with pytest.raises(DSparkError, match=r"chat\.jsonl line 3: .*only its first 40 tokens are kept"):
         encode_messages(tokenizer, second, 40)
     replies_only = "{% for m in messages if m['role'] == 'assistant' %}{{ m['content'] + '<|im_end|>' }}{% endfor %}"
     with pytest.raises(DSparkError, match=r"line 3: all 5 tokens count as the assistant's"):

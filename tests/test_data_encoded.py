@@ -106,16 +106,24 @@ def test_a_cache_folder_that_cannot_be_written_is_one_sentence(
 
 def test_a_damaged_file_is_not_used(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    path = conversations(tmp_path / "chat.jsonl", 30, seed=11)
-    whole = load_samples(path, target, 300)
+    data = conversations(tmp_path / "chat.jsonl", 30, seed=11)
+    whole = load_samples(data, target, 300)
     (file,) = (tmp_path / "cache").rglob("*.arrow")
     content = file.read_bytes()
     ids = whole[7].input_ids.numpy().astype("<i4").tobytes()
     file.write_bytes(content.replace(ids, ids[:-4] + b"\1\0\0\0"))
-    samples = load_samples(path, target, 300)
+    samples = load_samples(data, target, 300)
     assert samples[6].sample_id == "11-6"
-    with pytest.raises(DSparkError, match=r"is damaged \(the sample '11-7' is not what was encoded\); remove"):
+    with pytest.raises(DSparkError, match=r"are damaged \(the sample '11-7' is not what was encoded\); remove"):
         samples[7]
-    file.write_bytes(content[: len(content) // 2])
-    with pytest.raises(DSparkError, match=r"encoded conversations in .*cache is damaged"):
-        load_samples(path, target, 300)
+    info = file.with_name("dataset_info.json")
+    for path, damaged in ((file, content[: len(content) // 2]), (info, b'{"a'), (file, None)):
+        whole = path.read_bytes()
+        path.unlink()
+        if damaged is not None:
+            path.write_bytes(damaged)
+        with pytest.raises(
+            DSparkError, match=rf"encoded conversations in {file.parents[1]} are damaged .* remove that"
+        ):
+            load_samples(data, target, 300)
+        path.write_bytes(whole)

@@ -212,7 +212,7 @@ def test_refusals_come_before_any_file(target: Path, tmp_path: Path) -> None:
         prepare(options(target, output, prompts=prompts_only, keep_responses=True))
     long = {"id": "long", "messages": [{"role": "user", "content": "u" * 300}, {"role": "assistant", "content": "a"}]}
     file.write_text(conversations(file, 12).read_text() + json.dumps(long) + "\n")
-    with pytest.raises(DSparkError, match=r"mine\.jsonl line 13: .*max_length 256 cuts it before its first reply"):
+    with pytest.raises(DSparkError, match=r"mine\.jsonl line 13: .*only its first 256 tokens are kept"):
         prepare(options(target, output, prompts=file, keep_responses=True, train_samples=None))
     assert not output.exists()
     output.mkdir()

@@ -246,7 +246,7 @@ def _tokenise_with_restarts(tokenizer: Any, text: str) -> tuple[list[int], list[
     """
     if not tokenizer.is_fast:
         return _tokenise(tokenizer, text), []
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids, special = encoded["input_ids"], _special_ids(tokenizer)
     return ids, [(n, *encoded["offset_mapping"][n]) for n, token in enumerate(ids) if token in special]
 
@@ -280,14 +280,18 @@ def _refusals_named(record: dict[str, Any]) -> Iterator[None]:
 
 def _tokenise(tokenizer: Any, text: str) -> list[int]:
     # The template has written every special token that it wants.
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def _validate(sample: ChatSample, whole_length: int, where: str) -> None:
     length = len(sample.input_ids)
     if not sample.loss_mask.any():
-        cut = f"max_length {length} cuts it before its first reply" if whole_length > length else "its reply is empty"
-        raise DSparkError(f"{where}: no token is left to learn from, because {cut}; raise max_length or drop the line")
+        if whole_length == length:
+            raise DSparkError(f"{where}: no token is left to learn from, because its reply is empty; drop the line")
+        raise DSparkError(
+            f"{where}: no token is left to learn from, because only its first {length} tokens are kept (max_length, or "
+            "the positions that the target has) and no reply begins before; raise max_length, or drop the line"
+        )
     if sample.loss_mask.all():
         raise DSparkError(
             f"{where}: all {length} tokens count as the assistant's, so there is no prompt; check the chat template"

@@ -12,6 +12,8 @@ import os
 import re
 import sys
 import tempfile
+import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -43,14 +45,15 @@ _LIBRARIES = ("megatron-dspark", "tokenizers", "transformers", "jinja2")
 class EncodedSamples(Sequence[ChatSample]):
     """The encoded conversations of a file in its order, held by none of the processes that read them."""
 
-    def __init__(self, table: Any, numbers: range | None = None) -> None:
+    def __init__(self, table: Any, folder: Path, numbers: range | None = None) -> None:
         """Wrap what `load_samples` made.
 
         Args:
             table: Arrow table of id, input_ids, loss_mask and digest; a sample is compared with its digest when read.
+            folder: where it is kept, for people.
             numbers: its rows; None for all.
         """
-        self._table = table
+        self._table, self._folder = table, folder
         self._ids, self._tokens, self._masks, self._digests = map(table.column, _SAMPLE_COLUMNS)
         self._numbers = range(table.num_rows) if numbers is None else numbers
 
@@ -63,7 +66,7 @@ class EncodedSamples(Sequence[ChatSample]):
     def __getitem__(self, index: slice) -> "EncodedSamples": ...
     def __getitem__(self, index: int | slice) -> "ChatSample | EncodedSamples":
         if isinstance(index, slice):
-            return EncodedSamples(self._table, self._numbers[index])
+            return EncodedSamples(self._table, self._folder, self._numbers[index])
         number = self._numbers[index]
         sample = ChatSample(
             self._ids[number].as_py(),
@@ -72,7 +75,7 @@ class EncodedSamples(Sequence[ChatSample]):
             torch.from_numpy(self._masks[number].values.to_numpy(zero_copy_only=False).copy()),
         )
         if sample_digest(parts_of_sample(sample)) != self._digests[number].as_py():
-            raise _damaged(f"the sample {sample.sample_id!r} is not what was encoded")
+            raise _damaged(self._folder, f"the sample {sample.sample_id!r} is not what was encoded")
         return sample
 
     @property
@@ -111,38 +114,45 @@ def load_samples(path: str | Path, target_folder: str | Path, max_length: int) -
     load_tokenizer(folder)
     vocabulary = read_json(folder / "config.json", "the target's config").get("vocab_size")
     parts = _parts(path, len(os.sched_getaffinity(0)))
+    settings = {"path": str(path), "folder": str(folder), "max_length": max_length, "vocabulary": vocabulary}
+    identity = _identity(**settings)
+    kept = _kept(identity)
     with tempfile.TemporaryDirectory(prefix="dspark-") as told:
-        settings = {"path": str(path), "folder": str(folder), "max_length": max_length, "vocabulary": vocabulary}
         try:
-            table = _table(parts, {**settings, "told": told}, _identity(**settings))
-        except (DatasetGenerationError, pyarrow.ArrowInvalid, OSError) as error:
+            table = _table(parts, {**settings, "told": told}, identity)
+        except (DatasetGenerationError, ValueError, OSError) as error:
             refusals = sorted(Path(told).iterdir(), key=lambda part: int(part.name))
             if refusals:
                 raise DSparkError(refusals[0].read_text()) from None
+            if kept is not None:
+                raise _damaged(kept, str(error).splitlines()[0]) from error
             # Of what fails in another process only the text arrives.
             reason = re.search(r"\[Errno \d+\] .*", "".join(traceback.format_exception(error)))
-            if reason is None and isinstance(error, DatasetGenerationError):
-                raise
             if reason is None:
-                raise _damaged(str(error)) from error
+                raise
             raise DSparkError(
                 f"the encoded conversations of {path} could not be kept in {datasets.config.HF_DATASETS_CACHE} "
                 f"({reason.group()}); make room there, or set HF_DATASETS_CACHE to another folder that can be written"
             ) from error
     if pyarrow.compute.count_distinct(table.column("id")).as_py() < table.num_rows:
         refuse_repeated(path, zip(table.column("id").to_pylist(), table.column("line").to_pylist(), strict=True))
-    return EncodedSamples(table)
+    return EncodedSamples(table, _kept(identity) or Path(datasets.config.HF_DATASETS_CACHE))
 
 
-def _damaged(what: str) -> DSparkError:
+def _kept(identity: str) -> Path | None:
+    """Where what was encoded is kept; None before it is complete."""
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    return next((path.parents[1] for path in cache.glob(f"*/*{identity}/*/dataset_info.json")), None)
+
+
+def _damaged(folder: Path, what: str) -> DSparkError:
     return DSparkError(
-        f"a file of encoded conversations in {datasets.config.HF_DATASETS_CACHE} is damaged ({what}); remove the "
-        "folder generator in there, and they are encoded again"
+        f"the encoded conversations in {folder} are damaged ({what}); remove that folder, and they are encoded again"
     )
 
 
 def _table(parts: list[tuple[int, int, int]], settings: dict[str, Any], identity: str) -> Any:
-    with _progress_in_terminals_alone():
+    with _progress_in_terminals_alone(), _children_end_with_this_process():
         dataset = datasets.Dataset.from_generator(
             _encode,
             features=datasets.Features(
@@ -172,7 +182,12 @@ def parts_of_sample(sample: ChatSample) -> tuple[str, bytes, bytes]:
 
 
 def _encode(
-    parts: list[tuple[int, int, int]], path: str, folder: str, max_length: int, vocabulary: int | None, told: str
+    parts: list[tuple[int, int, int]],
+    path: str,
+    folder: str,
+    max_length: int,
+    vocabulary: int | None,
+    told: str,
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of parts (first byte, end, first line's number) of a file; runs in processes of `datasets`.
 
@@ -254,3 +269,32 @@ def _progress_in_terminals_alone() -> Iterator[None]:
     finally:
         if shown:
             datasets.enable_progress_bars()
+
+
+# The process whose children are of `datasets` just now.
+_parent: int | None = None
+
+
+@contextlib.contextmanager
+def _children_end_with_this_process() -> Iterator[None]:
+    """Those of `datasets` would wait for work for ever when this process is killed."""
+    global _parent
+    _parent = os.getpid()
+    try:
+        yield
+    finally:
+        _parent = None
+
+
+def _end_with_parent() -> None:
+    if _parent is not None:
+        threading.Thread(target=_end_when_gone, args=(_parent,), daemon=True).start()
+
+
+def _end_when_gone(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+os.register_at_fork(after_in_child=_end_with_parent)

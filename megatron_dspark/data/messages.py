@@ -82,10 +82,17 @@ def parse_line(line: bytes, where: str, number: int = 0) -> Record:
         DSparkError: the line is not what the format says.
     """
     try:
-        value = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        text = line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DSparkError(f"{where} is not UTF-8 ({error.reason} at byte {error.start}); convert the file") from None
+    if "\0" in text:
+        raise DSparkError(f"{where} holds NUL bytes, as UTF-16 does, and not UTF-8 alone; convert the file")
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
         raise DSparkError(f"{where} is not valid JSON ({error}); write one object on each line") from None
     record = check_record(value, where)
+    _refuse_half_characters(value, where)
     record.line = number
     return record
 
@@ -134,6 +141,17 @@ def check_record(value: Any, where: str) -> Record:
         record = Record({"id": hashlib.sha256(text.encode()).hexdigest()[:16], **value})
     record.where = where
     return record
+
+
+def _refuse_half_characters(value: Any, where: str) -> None:
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DSparkError(
+            f"{where} has {ascii(text[error.start])[1:-1]}, half of a surrogate pair, which is no text; put the whole "
+            "character there, or remove it"
+        ) from None
 
 
 def where_of(record: dict[str, Any]) -> str:
