@@ -285,5 +285,11 @@ def test_refuses_before_any_file_is_made(reference: tuple[Path, dict[str, torch.
         train(tiny_settings(reference[0], seed=7))
     other = tmp_path / "other.jsonl"
     other.write_text((TINY / "data/heldout.jsonl").read_text())
-    with pytest.raises(DSparkError, match=r"was trained on train.jsonl .* is another file"):
+    with pytest.raises(DSparkError, match=r"was trained on train.jsonl and .*other.jsonl holds other samples"):
         train(tiny_settings(reference[0], data=other))
+    retold = tmp_path / "retold"
+    shutil.copytree(TINY / "model", retold)
+    template = retold / "chat_template.jinja"
+    template.write_text("Cook." + template.read_text())
+    with pytest.raises(DSparkError, match=r"train.jsonl gives other tokens now, since .* chat template has changed"):
+        train(tiny_settings(reference[0], target=retold))

@@ -48,7 +48,13 @@ class OfflineFeatures:
 
     def describe(self) -> dict[str, Any]:
         """What a checkpoint remembers of the data: the same for any layout of the same features in files."""
-        return {"file": self.train.folder.name, "sha256": self.train.manifest.content}
+        manifest = self.train.manifest
+        return {
+            "file": self.train.folder.name,
+            "sha256": manifest.content,
+            "samples": manifest.data.fingerprint,
+            "features": manifest.identity,
+        }
 
     def check(self, settings: TrainSettings, config: DSparkModelConfig) -> None:
         """Compare both caches with the run, and with `target`, `data` and `validation` where the run names them.

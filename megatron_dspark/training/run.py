@@ -119,18 +119,19 @@ def train(settings: TrainSettings, *, resume: bool = True) -> TrainReport:
     config.validate(world_size)
     if offline:
         offline.check(settings, config)
-    data = offline.describe() if offline else describe_data(settings)
+    if offline:
+        samples, held_out, data = offline.samples, offline.held_out, offline.describe()
+    else:
+        data = describe_data(settings)
+        samples = load_samples(settings.data, target.folder, settings.max_length)
+        held_out = load_samples(settings.validation, target.folder, settings.max_length) if settings.validation else []
+        data["samples"] = samples.fingerprint
     checkpoint = find_checkpoint(settings.output, settings.checkpoint.resume_from)
     if checkpoint is not None:
         check_resumable(settings, target, data, checkpoint, resume)
     warm_start = None
     if checkpoint is None and settings.warm_start is not None:
         warm_start = open_warm_start(settings.warm_start, config)
-    if offline:
-        samples, held_out = offline.samples, offline.held_out
-    else:
-        samples = load_samples(settings.data, target.folder, settings.max_length)
-        held_out = load_samples(settings.validation, target.folder, settings.max_length) if settings.validation else []
     # Nor do the sampler's refusals need a process group.
     parallel = settings.parallel
     _sampler(settings, samples, 0, world_size // parallel.ranks)

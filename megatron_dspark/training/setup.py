@@ -106,7 +106,7 @@ def forward_communicator(models: list[Any], groups: ProcessGroupCollection) -> F
 
 
 def describe_data(settings: TrainSettings) -> dict[str, Any]:
-    """Return the name and SHA-256 of the training file.
+    """Return the name and SHA-256 of the training file; of its samples a run adds the fingerprint.
 
     Raises:
         DSparkError: it does not exist, or is no file.
@@ -193,6 +193,25 @@ def _stored_as(values: dict[str, Any]) -> str:
     return "single precision" if values["precision"] == "fp32" else "half precision with masters"
 
 
+def _refuse_other_data(settings: TrainSettings, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Samples count, from a file or from a cache of its features; two caches must have the same features."""
+    place = f"the feature cache {settings.features}" if settings.features else settings.data
+    # Checkpoints of an earlier version know the file alone.
+    key = "samples" if "samples" in before else "sha256"
+    if before[key] == now[key]:
+        if before.get("features", now.get("features")) == now.get("features", before.get("features")):
+            return
+        found = f"{place} holds features that were computed or stored in another way"
+    elif before["sha256"] == now["sha256"]:
+        found = f"{place} gives other tokens now, since the target's tokenizer or chat template has changed"
+    else:
+        found = f"{place} holds other samples"
+    raise DSparkError(
+        f"{settings.output} was trained on {before['file']} and {found}; restore the data, choose another output, or "
+        "accept the change with --allow data"
+    )
+
+
 def check_resumable(
     settings: TrainSettings, target: TargetConfig, data: dict[str, Any], checkpoint: Checkpoint, resume: bool
 ) -> None:
@@ -222,16 +241,8 @@ def check_resumable(
             "holds another one; point at the same target, choose another output, or accept the change with "
             "--allow target"
         )
-    saved_data = checkpoint.run["data"]
-    if "data" not in allowed and saved_data["sha256"] != data["sha256"]:
-        now_on, way = f"{settings.data} is another file", "accept the change with --allow data"
-        if settings.features:
-            now_on = f"the feature cache {settings.features} holds other content"
-            way = f"where it was precomputed from {saved_data['file']}, go on from it with --allow data"
-        raise DSparkError(
-            f"{settings.output} was trained on {saved_data['file']} (SHA-256 {saved_data['sha256'][:12]}…) and "
-            f"{now_on} ({data['sha256'][:12]}…); restore the data, choose another output, or {way}"
-        )
+    if "data" not in allowed:
+        _refuse_other_data(settings, checkpoint.run["data"], data)
     saved = by_path(checkpoint.run["settings"])
     before = saved.get("anchor_context_parallel") or saved.get("parallel.context", 1)
     if "anchor_context_parallel" not in allowed and before != settings.anchor_rule.context_parallel_size:
