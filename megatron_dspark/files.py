@@ -174,6 +174,17 @@ def read_json(path: str | Path, what: str) -> Any:
         raise DSparkError(f"{what} at {path} is not valid JSON ({error})") from None
 
 
+def save_tensors(tensors: Mapping[str, Any], path: str | Path, metadata: dict[str, str] | None = None) -> None:
+    """Write safetensors that others may read as they may read any new file here; the library would keep them out."""
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata=metadata)
+    path.chmod(mode)
+
+
 def sha256(path: str | Path) -> str:
     """Return the SHA-256 of a file's bytes, in hexadecimal."""
     with open(path, "rb") as file:

@@ -92,7 +92,7 @@ def test_split_targets_give_the_same_features(
 
 def full_disk_rank(rank: int, size: int, options: dict[str, Any]) -> str:
     """Precompute on a disk that is full at the second shard; return the sentence."""
-    original, left = shard_files.save_file, [2]
+    original, left = shard_files.save_tensors, [1]
 
     def full(tensors: Any, path: Path, **keywords: Any) -> None:
         left[0] -= 1
@@ -100,13 +100,13 @@ def full_disk_rank(rank: int, size: int, options: dict[str, Any]) -> str:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         original(tensors, path, **keywords)
 
-    shard_files.save_file = full
+    shard_files.save_tensors = full
     try:
         precompute_rank(rank, size, options)
     except DSparkError as error:
         return str(error)
     finally:
-        shard_files.save_file = original
+        shard_files.save_tensors = original
     return "nothing was said"
 
 
@@ -152,7 +152,7 @@ def test_what_a_disk_refuses_is_named(
         reason = os.strerror(number)
         raise OSError(number, reason) if kind is OSError else SafetensorError(f"{reason} (os error {number})")
 
-    monkeypatch.setattr(shard_files, "save_file", refuse)
+    monkeypatch.setattr(shard_files, "save_tensors", refuse)
     with pytest.raises(DSparkError, match=f"could not be written .*{os.strerror(number)}.*; {advice} and run"):
         RandomCache(tmp_path / "cache").write()
 
@@ -202,7 +202,7 @@ def test_interrupted_job_goes_on(made: Path, data: Path, tmp_path: Path, monkeyp
 
 
 def test_full_disk_leaves_whole_shards(made: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options, original, left = PrecomputeOptions(**precompute_options(data, tmp_path / "cache")), save_file, [2]
+    options, original, left = PrecomputeOptions(**precompute_options(data, tmp_path / "cache")), save_file, [1]
 
     def full(tensors: Any, path: Path, **keywords: Any) -> None:
         left[0] -= 1
@@ -211,7 +211,7 @@ def test_full_disk_leaves_whole_shards(made: Path, data: Path, tmp_path: Path, m
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         original(tensors, path, **keywords)
 
-    monkeypatch.setattr(shard_files, "save_file", full)
+    monkeypatch.setattr(shard_files, "save_tensors", full)
     with pytest.raises(DSparkError, match=r"shard-000001.safetensors could not be written .*No space left"):
         precompute(options)
     assert {path.name for path in (tmp_path / "cache").glob("*shard*")} >= {"shard-000000.safetensors"}

@@ -45,7 +45,14 @@ def test_the_folder_is_complete_clean_and_recorded(tmp_path: Path) -> None:
     assert record["run"] == {"name": "debug", "command": "train --output run"}
     assert report.shortened_paths == ("run > command",)
     assert record["data"] is None and record["conventions"] is None
-    assert len(record["weights_sha256"]["model.safetensors"]) == 64
+    # Others may read it as they may read the files beside it.
+    assert len({path.stat().st_mode for path in (tmp_path / "draft").iterdir()}) == 1
+    weights = tmp_path / "draft" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    (problem,) = lint_folder(tmp_path / "draft").problems
+    assert problem.rule == "weights-sha256" and record["weights_sha256"][weights.name] in problem.sentence
 
 
 def test_a_metric_that_was_not_measured_is_null_in_the_record(tmp_path: Path) -> None:
@@ -151,7 +158,7 @@ def test_a_failing_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     def full_disk(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export_module, "save_file", full_disk)
+    monkeypatch.setattr(export_module, "save_tensors", full_disk)
     with pytest.raises(OSError, match="No space left"):
         export(build({}, 1, torch.float32), tmp_path / "draft")
     assert nothing_left(tmp_path)
@@ -206,7 +213,7 @@ def every_rank_learns_of_failures(rank: int, world_size: int, folder: Path) -> l
     (folder / "taken").mkdir(exist_ok=True)
     (folder / "taken" / "file").write_text("x")
     draft = build({}, world_size, torch.float32)
-    save_file = export_module.save_file
+    save_file = export_module.save_tensors
 
     def attempt(name: str) -> None:
         try:
@@ -221,9 +228,9 @@ def every_rank_learns_of_failures(rank: int, world_size: int, folder: Path) -> l
     draft.norm.weight.data[0] = float("inf")
     attempt("diverged")
     draft.norm.weight.data[0] = 1.0
-    export_module.save_file = full_disk
+    export_module.save_tensors = full_disk
     attempt("full")
-    export_module.save_file = save_file
+    export_module.save_tensors = save_file
     if rank == 1:
         draft.extra = torch.nn.Parameter(torch.zeros(1))
     attempt("uneven")

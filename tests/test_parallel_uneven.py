@@ -5,10 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_dspark.blocks import keyed_generator
+from megatron_dspark.training.settings import TrainSettings
 from tests.distributed import RankPool
 from tests.parallel_support import (
     CONVERSATIONS,
+    STEPS,
     Record,
     assert_equal_metrics,
     assert_equal_runs,
@@ -34,6 +38,11 @@ LAYOUTS += [(cell, "weights") for cell in CELLS if cell.name in ("TP2-SP", "PP2"
 def folder(folder: Path) -> Path:
     for name, conversations in {**DATA, "all": CONVERSATIONS}.items():
         save_conversations(folder / f"{name}.jsonl", conversations)
+    # Data without any supervision at all is refused: the steps stop before the one sample that has some.
+    drawn = STEPS * len(DATA["none"])
+    order = torch.randperm(drawn + 1, generator=keyed_generator("order", TrainSettings().seed, 0)).tolist()
+    with_one = [CONVERSATIONS[1] if number == order[drawn] else NOTHING for number in range(drawn + 1)]
+    save_conversations(folder / "none-but-one.jsonl", with_one)
     return folder
 
 
@@ -52,7 +61,8 @@ class References:
         return self._records[key]
 
     def data(self, name: str) -> dict[str, str]:
-        return dict.fromkeys(("data", "validation"), str(self.folder / f"{name}.jsonl"))
+        data = "none-but-one" if name == "none" else name
+        return {"data": str(self.folder / f"{data}.jsonl"), "validation": str(self.folder / f"{name}.jsonl")}
 
 
 @pytest.fixture(scope="module")

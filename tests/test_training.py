@@ -245,6 +245,11 @@ def test_refuses_before_any_file_is_made(reference: tuple[Path, dict[str, torch.
         ({"parallel.tensor": 0}, "parallel.tensor must be at least 1, and it is 0"),
         ({"optimizer.learning_rate": -1.0}, "optimizer.learning_rate must not be negative, and it is -1.0"),
         ({"optimizer.warmup_share": 1.5}, "warmup_share must be in"),
+        ({"optimizer.adam_beta1": 2}, r"optimizer.adam_beta1 must be in \[0, 1\), and it is 2"),
+        ({"optimizer.clip_grad": "nan"}, "optimizer.clip_grad must be at least 0, which does not clip, and it is nan"),
+        ({"optimizer.weight_decay": -5}, "optimizer.weight_decay must be at least 0, and it is -5"),
+        ({"draft.initializer_std": -1}, "draft.initializer_std must be at least 0, and it is -1"),
+        ({"seed": -1}, "seed must be at least 0 .* and it is -1"),
         ({"draft.enable_confidence_head": False}, "confidence_loss_weight is 1.0 and enable_confidence_head is False"),
     ]
     for change, sentence in refusals:

@@ -16,11 +16,10 @@ import torch.distributed as distributed
 from huggingface_hub import split_torch_state_dict_into_shards
 from rich.console import Group, RenderableType
 from rich.table import Table
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_dspark.errors import DSparkError
-from megatron_dspark.files import atomic_folder, finite, json_text, refuse_taken, sha256, write_json
+from megatron_dspark.files import atomic_folder, finite, json_text, refuse_taken, save_tensors, sha256, write_json
 from megatron_dspark.hf.card import write_model_card
 from megatron_dspark.hf.config import draft_hf_config, settings_from_model
 from megatron_dspark.hf.layouts import DraftDimensions, tensor_shapes
@@ -234,7 +233,7 @@ def _write_weights(
         # A copy of its own: parts of one Megatron parameter share memory, which safetensors refuses.
         waiting[file][name] = tensor.to(device="cpu", dtype=dtype, copy=True).contiguous()
         if len(waiting[file]) == len(plan.filename_to_tensors[file]):
-            save_file(waiting.pop(file), folder / file, metadata=_METADATA)
+            save_tensors(waiting.pop(file), folder / file, _METADATA)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": dict(sorted(plan.tensor_to_filename.items()))}
         write_json(folder / INDEX_FILE, index)

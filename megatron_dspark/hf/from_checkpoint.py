@@ -7,7 +7,7 @@ from typing import Any
 from megatron_dspark.builder import DSparkModelBuilder
 from megatron_dspark.config import DSparkModelConfig
 from megatron_dspark.errors import DSparkError
-from megatron_dspark.files import read_json, write_json
+from megatron_dspark.files import read_json, require_folder, write_json
 from megatron_dspark.hf.card import CARD_FILE, model_card, write_model_card
 from megatron_dspark.hf.export import MAX_SHARD_BYTES, ExportReport, export_draft
 from megatron_dspark.hf.lint import PROVENANCE_FILE, lint_folder
@@ -45,6 +45,7 @@ def export_checkpoint(
     Raises:
         DSparkError: there is no checkpoint, it cannot be read, or the export is refused (see `export_draft`).
     """
+    require_folder(run, "the run", "name a folder that training wrote")
     checkpoint = find_checkpoint(run, step)
     if checkpoint is None:
         raise DSparkError(f"{run} holds no checkpoint; train a run there first, or name another folder")

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_dspark.errors import DSparkError
-from megatron_dspark.files import read_json
+from megatron_dspark.files import read_json, sha256
 from megatron_dspark.hf.foreign import TITLES, convert, recognise
 from megatron_dspark.hf.layouts import DTYPES, DraftDimensions, tensor_shapes
 from megatron_dspark.hf.load import DraftTensors, read_config, tensor_problems
@@ -110,7 +110,8 @@ def lint_folder(folder: str | Path) -> LintReport:
     """Check a draft's folder against the DeepSpec layout, and say which engines will load it.
 
     Args:
-        folder: the draft's folder; only headers are read.
+        folder: the draft's folder. Of its weights the headers are read, and all bytes where `dspark_export.json` has
+            their digests.
 
     Raises:
         DSparkError: there is no such folder, or its config or weights cannot be opened at all.
@@ -138,7 +139,9 @@ def lint_folder(folder: str | Path) -> LintReport:
     # Broken sizes are among the problems already; then there are no shapes to compare with.
     with contextlib.suppress(DSparkError):
         problems += tensor_problems(config, tensors.shapes, tensors.dtypes)
+    record = None
     if (folder / PROVENANCE_FILE).exists():
+        record = read_json(folder / PROVENANCE_FILE, "the export's record")
         problems += [
             Problem(
                 "local-paths",
@@ -146,14 +149,28 @@ def lint_folder(folder: str | Path) -> LintReport:
                 "remove it",
                 readable=True,
             )
-            for place, path in local_paths(read_json(folder / PROVENANCE_FILE, "the export's record"))
+            for place, path in local_paths(record)
         ]
     verdicts = tuple(
         _verdict(engine, constraints, config, tensors, problems) for engine, constraints in engine_constraints().items()
     )
+    # No engine would notice.
+    problems += _altered_weights(folder, record)
     if speculators:
         verdicts = tuple(_of_speculators(verdict) for verdict in verdicts)
     return LintReport(folder.name, tuple(problems), verdicts)
+
+
+def _altered_weights(folder: Path, record: Any) -> Iterator[Problem]:
+    written = record.get("weights_sha256") if isinstance(record, dict) else None
+    for name, expected in written.items() if isinstance(written, dict) else ():
+        found = sha256(folder / name) if (folder / name).is_file() else "missing"
+        if found != expected:
+            yield Problem(
+                "weights-sha256",
+                f"{name} is not the file that was exported: its SHA-256 is {found} and {PROVENANCE_FILE} says "
+                f"{expected}; copy it again, or export again",
+            )
 
 
 @functools.cache

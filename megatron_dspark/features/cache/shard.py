@@ -17,13 +17,12 @@ from typing import Any
 import numpy
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.features.cache.encoding import StoredTensor
 from megatron_dspark.features.cache.schema import ShardEntry
-from megatron_dspark.files import atomic_file, sha256, write_json
+from megatron_dspark.files import atomic_file, save_tensors, sha256, write_json
 
 METADATA = "dspark"
 _DTYPES = {"I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool}
@@ -109,7 +108,7 @@ def write_shard(path: Path, shard: GatheredShard, identity: str, facts: Path | N
     metadata = {METADATA: json.dumps({"identity": identity, "sample_ids": names}, ensure_ascii=False)}
     try:
         with atomic_file(path) as temporary:
-            save_tensors(parts, temporary, metadata)
+            save_tensors(parts, temporary, metadata=metadata)
             entry = ShardEntry(
                 path.name,
                 len(names),
@@ -137,14 +136,6 @@ def _advice(error: Exception) -> str:
     if number in (errno.EROFS, errno.EACCES, errno.EPERM):
         return "make its folder writable"
     return "see to that"
-
-
-def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write safetensors that others may read as they may read any new file here; the library would keep them out."""
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(tensors, path, metadata=metadata)
-    path.chmod(mode)
 
 
 class ShardFile:
