@@ -6,6 +6,7 @@ for; it is made anew when the conversations, the tokenizer, its template or `max
 """
 
 import contextlib
+import errno
 import hashlib
 import importlib.metadata
 import os
@@ -38,6 +39,7 @@ _ENCODING = 1
 # From so much text on, a process of its own pays.
 _BYTES_PER_PROCESS = 2 * 2**20
 _SAMPLE_COLUMNS = ("id", "input_ids", "loss_mask", "digest")
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC)
 # What an encoded file depends on besides its content.
 _LIBRARIES = ("megatron-dspark", "tokenizers", "transformers", "jinja2")
 
@@ -124,7 +126,7 @@ def load_samples(path: str | Path, target_folder: str | Path, max_length: int) -
             refusals = sorted(Path(told).iterdir(), key=lambda part: int(part.name))
             if refusals:
                 raise DSparkError(refusals[0].read_text()) from None
-            if kept is not None:
+            if kept is not None and getattr(error, "errno", None) not in _NOT_WRITABLE:
                 raise _damaged(kept, str(error).splitlines()[0]) from error
             # Of what fails in another process only the text arrives.
             reason = re.search(r"\[Errno \d+\] .*", "".join(traceback.format_exception(error)))
