@@ -119,7 +119,6 @@ def train(settings: TrainSettings, *, resume: bool = True) -> TrainReport:
     config.validate(world_size)
     if offline:
         offline.check(settings, config)
-    if offline:
         samples, held_out, data = offline.samples, offline.held_out, offline.describe()
     else:
         data = describe_data(settings)
