@@ -121,7 +121,7 @@ def load_samples(path: str | Path, target_folder: str | Path, max_length: int) -
     kept = _kept(identity)
     with tempfile.TemporaryDirectory(prefix="dspark-") as told:
         try:
-            table = _table(parts, {**settings, "told": told}, identity)
+            dataset = _dataset(parts, {**settings, "told": told}, identity)
         except (DatasetGenerationError, ValueError, OSError) as error:
             refusals = sorted(Path(told).iterdir(), key=lambda part: int(part.name))
             if refusals:
@@ -136,9 +136,10 @@ def load_samples(path: str | Path, target_folder: str | Path, max_length: int) -
                 f"the encoded conversations of {path} could not be kept in {datasets.config.HF_DATASETS_CACHE} "
                 f"({reason.group()}); make room there, or set HF_DATASETS_CACHE to another folder that can be written"
             ) from error
+    table = dataset.data.table
     if pyarrow.compute.count_distinct(table.column("id")).as_py() < table.num_rows:
         refuse_repeated(path, zip(table.column("id").to_pylist(), table.column("line").to_pylist(), strict=True))
-    return EncodedSamples(table, _kept(identity) or Path(datasets.config.HF_DATASETS_CACHE))
+    return EncodedSamples(table, Path(dataset.cache_files[0]["filename"]).parents[1])
 
 
 def _kept(identity: str) -> Path | None:
@@ -153,9 +154,9 @@ def _damaged(folder: Path, what: str) -> DSparkError:
     )
 
 
-def _table(parts: list[tuple[int, int, int]], settings: dict[str, Any], identity: str) -> Any:
+def _dataset(parts: list[tuple[int, int, int]], settings: dict[str, Any], identity: str) -> datasets.Dataset:
     with _progress_in_terminals_alone(), _children_end_with_this_process():
-        dataset = datasets.Dataset.from_generator(
+        return datasets.Dataset.from_generator(
             _encode,
             features=datasets.Features(
                 {
@@ -171,7 +172,6 @@ def _table(parts: list[tuple[int, int, int]], settings: dict[str, Any], identity
             fingerprint=identity,
             cache_dir=str(datasets.config.HF_DATASETS_CACHE),
         )
-    return dataset.data.table
 
 
 def parts_of_sample(sample: ChatSample) -> tuple[str, bytes, bytes]:
