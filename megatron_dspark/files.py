@@ -20,20 +20,23 @@ from megatron_dspark.errors import DSparkError
 
 @contextmanager
 def atomic_file(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on success flush it to disk and rename it over `path`.
+    """Yield a path of the same name in a temporary folder beside `path`; on success flush and rename it over `path`.
 
-    A reader sees the old file or the complete new one. When the body raises, the temporary file is removed and
-    `path` is left as it was.
+    A reader sees the old file or the complete new one. When the body raises, the temporary folder is removed and
+    `path` is left as it was. A folder, because some libraries write a temporary file of their own (safetensors:
+    `.tmpXXXXXX`) beside the one that they are given: it is found and removed with the rest after a kill.
     """
     path = Path(path)
-    temporary = _temporary(path)
+    folder = _temporary(path)
+    folder.mkdir(exist_ok=True)
+    temporary = folder / path.name
     try:
         yield temporary
         with open(temporary, "rb+") as handle:
             os.fsync(handle.fileno())
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -69,7 +72,7 @@ def refuse_taken(path: Path) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    """Where this process writes `path` before it is whole. What killed processes left of `path` is removed.
+    """The folder in which this process writes `path` until it is whole. What killed processes left of it is removed.
 
     The name says which process writes, and where its number means something: on another machine of a shared file
     system, or in another container, the same number is somebody else. Leftovers from there are not touched.
@@ -79,10 +82,7 @@ def _temporary(path: Path) -> Path:
     for other in path.parent.iterdir():
         match = pattern.fullmatch(other.name)
         if match and not psutil.pid_exists(int(match.group(1))):
-            if other.is_dir():
-                shutil.rmtree(other, ignore_errors=True)
-            else:
-                other.unlink(missing_ok=True)
+            shutil.rmtree(other, ignore_errors=True)
     return path.with_name(f".{path.name}.{os.getpid()}-{_numbering()}.partial")
 
 

@@ -82,8 +82,17 @@ def with_random_features(folder: Path, kills: int) -> dict[str, object]:
         "kills_writing": kills,
         "kills_reading": kills,
         "completed_in_between": completed,
-        "written_equal": tree(ours) == reading,
-        "read_unchanged": tree(folder / "whole") == reading,
+        **outcome(tree(ours), tree(folder / "whole"), reading),
+    }
+
+
+def outcome(written: dict[str, str], read: dict[str, str], expected: dict[str, str]) -> dict[str, object]:
+    """Compare what killed jobs wrote and killed readers read with what is expected; name the files that differ."""
+    differences = {name for found in (written, read) for name, _ in found.items() ^ expected.items()}
+    return {
+        "written_equal": written == expected,
+        "read_unchanged": read == expected,
+        "differing_files": sorted(differences),
     }
 
 
@@ -127,8 +136,7 @@ def with_the_tiny_target(folder: Path, kills: int) -> dict[str, object]:
         "kills_writing": kills,
         "kills_reading": kills,
         "completed_in_between": completed + finished,
-        "written_equal": tree(ours) == before,
-        "read_unchanged": tree(folder / "whole") == before,
+        **outcome(tree(ours), tree(folder / "whole"), before),
         "training_equal": metrics(trained) == metrics(folder / "run"),
     }
 

@@ -126,7 +126,7 @@ def test_a_second_job_is_refused_and_a_killed_one_holds_nothing(
     holder = subprocess.Popen([sys.executable, "-c", hold, str(output)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "held\n"
-        (output / ".shard-000000.safetensors.1-elsewhere.partial").write_bytes(b"half")
+        (output / ".shard-000000.safetensors.1-elsewhere.partial").mkdir()
         said = two_ranks.run(refused_rank, precompute_options(data, output))
         assert said[0] == said[1] and f"{output} is being written by process {holder.pid} on" in said[0]
         # Nothing was written, and nothing of the running job taken away.
@@ -342,6 +342,6 @@ def test_kills(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["written_equal"] and result["read_unchanged"] and result["kills_writing"] == 5

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -80,8 +81,8 @@ class CacheWriter:
                 raise DSparkError(f"another job has just completed {self.folder}; there is nothing left to do")
             if held:
                 # Nobody else writes here: these are a dead job's, whichever machine it ran on.
-                for leftover in self.folder.rglob(f".{_PARTIAL}"):
-                    leftover.unlink(missing_ok=True)
+                for leftover in list(self.folder.rglob(f".{_PARTIAL}")):
+                    shutil.rmtree(leftover, ignore_errors=True)
             else:
                 print(
                     f"the file system of {self.folder} has no locks; see to it that no other job writes there",
