@@ -269,7 +269,7 @@ def verify(
 ) -> None:
     """Serve an exported drafter with the reference verifier, beside the target alone, and compare."""
     from megatron_dspark.data.messages import read_messages
-    from megatron_dspark.hf.from_checkpoint import refuse_another_target
+    from megatron_dspark.hf.record import refuse_another_target
     from megatron_dspark.serving.harness import verify_drafter
 
     refuse_another_target(draft, target)
@@ -288,7 +288,7 @@ def verify(
     )
     if record:
         from megatron_dspark.files import sha256
-        from megatron_dspark.hf.from_checkpoint import record_accepted_length
+        from megatron_dspark.hf.record import record_accepted_length
 
         command = (
             f"megatron-dspark verify --prompts {prompts.name} --limit {limit} --max-new-tokens {max_new_tokens} "

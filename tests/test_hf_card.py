@@ -7,7 +7,7 @@ import torch
 
 from megatron_dspark.files import read_json
 from megatron_dspark.hf.export import export_draft
-from megatron_dspark.hf.from_checkpoint import record_accepted_length
+from megatron_dspark.hf.record import record_accepted_length
 from tests.hf_support import TARGET
 from tests.test_hf_round_trip import build
 

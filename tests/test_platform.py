@@ -16,6 +16,17 @@ def test_package_imports_nothing_heavy() -> None:
     )
 
 
+def test_what_prepares_checks_and_serves_needs_no_megatron() -> None:
+    """`prepare`, `import`, `lint` and `verify`: their machines may lack it, and it changes how torch runs on a CPU."""
+    code = (
+        "import sys; sys.modules['megatron'] = None\n"
+        "import megatron_dspark.cli, megatron_dspark.data.prepare, megatron_dspark.hf.convert\n"
+        "import megatron_dspark.hf.lint, megatron_dspark.hf.record, megatron_dspark.serving.harness\n"
+        "print('imported')"
+    )
+    assert run(code) == "imported"
+
+
 def test_no_transformer_engine_is_left_behind() -> None:
     code = (
         "from megatron_dspark import platform; platform.prepare(); platform.prepare()\n"

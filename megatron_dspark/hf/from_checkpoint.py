@@ -7,14 +7,9 @@ from typing import Any
 from megatron_dspark.builder import DSparkModelBuilder
 from megatron_dspark.config import DSparkModelConfig
 from megatron_dspark.errors import DSparkError
-from megatron_dspark.files import read_json, require_folder, write_json
-from megatron_dspark.hf.card import CARD_FILE, model_card, write_model_card
+from megatron_dspark.files import require_folder
 from megatron_dspark.hf.export import MAX_SHARD_BYTES, ExportReport, export_draft
-from megatron_dspark.hf.lint import PROVENANCE_FILE, lint_folder
-from megatron_dspark.hf.load import read_config
-from megatron_dspark.hf.local_paths import without_local_paths
 from megatron_dspark.parallel import process_groups
-from megatron_dspark.targets.folder import read_target_config
 from megatron_dspark.training.checkpoint import Checkpoint, find_checkpoint, load_draft_weights
 
 
@@ -73,50 +68,6 @@ def export_checkpoint(
             layout=layout,
             target_name=target_name,
         )
-
-
-def refuse_another_target(folder: str | Path, target: str | Path) -> None:
-    """Refuse a target that an exported draft was not trained against; drafts without our record are taken as they are.
-
-    Args:
-        folder: the exported draft.
-        target: the target's folder.
-
-    Raises:
-        DSparkError: the target's config or weights are others, or cannot be read.
-    """
-    path = Path(folder) / PROVENANCE_FILE
-    trained = read_json(path, "the export's record").get("target") if path.exists() else None
-    if not trained:
-        return
-    found = read_target_config(target, any_architecture=True).fingerprint()
-    if found != trained["fingerprint"]:
-        raise DSparkError(
-            f"the draft {folder} was trained against the target {trained['name']} (fingerprint "
-            f"{trained['fingerprint'][:12]}…) and {target} holds another one ({found[:12]}…); verify it with its own"
-        )
-
-
-def record_accepted_length(folder: str | Path, measured: dict[str, Any]) -> None:
-    """Write what the verifier measured into the export's `dspark_export.json` and its model card.
-
-    A model card that somebody has edited is left as it is.
-
-    Args:
-        folder: the exported draft.
-        measured: the accepted length and how it was measured.
-    """
-    folder = Path(folder)
-    path, card = folder / PROVENANCE_FILE, folder / CARD_FILE
-    record, config = read_json(path, "the export's record"), read_config(folder)
-    engines = lint_folder(folder).engines
-    name = folder.resolve().name
-    ours = card.exists() and card.read_text(encoding="utf-8") == model_card(name, config, record, list(engines))
-    # One entry a way of decoding: a sampled measurement does not replace the greedy one.
-    record["accepted_length"] = {**(record.get("accepted_length") or {}), **without_local_paths(measured)}
-    write_json(path, record)
-    if ours:
-        write_model_card(folder, name, config, record, engines)
 
 
 def _provenance(checkpoint: Checkpoint) -> dict[str, Any]:
