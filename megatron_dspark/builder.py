@@ -22,6 +22,7 @@ from megatron_dspark.features.colocated import FrozenTarget, load_target  # noqa
 from megatron_dspark.model.draft import DSparkDraft  # noqa: E402
 from megatron_dspark.model.model import DSparkModel  # noqa: E402
 from megatron_dspark.parallel_rules import check_target_split  # noqa: E402
+from megatron_dspark.targets.computable import check_computable  # noqa: E402
 from megatron_dspark.targets.folder import (  # noqa: E402
     TargetConfig,
     copy_rows,
@@ -90,6 +91,7 @@ class DSparkModelBuilder(GPTModelBuilder):
         if config.target_path is not None:
             target_config = read_target_config(config.target_path)
             check_against_target(config, target_config)
+            check_computable(target_config)
             check_target_split(target_config, config.transformer.tensor_model_parallel_size)
             if self._targets is None:
                 # Megatron-Bridge loads all stages of a rank together.

@@ -163,7 +163,8 @@ def load_target(
 
     Args:
         folder: the target's folder, read and checked by the caller (`targets.folder.read_target_config`,
-            `parallel_rules.check_target_split`): a job refuses before it has process groups.
+            `targets.computable.check_computable`, `parallel_rules.check_target_split`): a job refuses before it has
+            process groups.
         target_layer_ids: taps to capture.
         transformer: the draft's config: the target takes its precision, parallel sizes and implementation.
         pg_collection: this rank's groups (Megatron-Core's parallel state must be initialised to the same sizes).

@@ -132,7 +132,7 @@ def read_frozen_tables(config: TargetConfig) -> dict[str, Tensor]:
     Raises:
         DSparkError: a tensor is missing or has another shape than the config says.
     """
-    files = {name: file for file in sorted(config.folder.glob("*.safetensors")) for name in _tensor_names(file)}
+    files = {name: file for file in sorted(config.folder.glob("*.safetensors")) for name in tensor_names(file)}
     tables = {}
     for ours, theirs in (("embed_tokens", EMBEDDING), ("lm_head", LM_HEAD)):
         name = EMBEDDING if config.tie_word_embeddings else theirs
@@ -149,7 +149,8 @@ def read_frozen_tables(config: TargetConfig) -> dict[str, Tensor]:
     return tables
 
 
-def _tensor_names(file: Path) -> list[str]:
+def tensor_names(file: Path) -> list[str]:
+    """Return the names of the tensors in a safetensors file; no weight is read."""
     with safe_open(file, framework="pt") as tensors:
         return list(tensors.keys())
 

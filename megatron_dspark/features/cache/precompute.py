@@ -43,6 +43,7 @@ from megatron_dspark.features.cache.source import Capture, megatron_source, tran
 from megatron_dspark.features.cache.writer import CacheWriter, WriterBehind
 from megatron_dspark.files import atomic_file, require_file, save_tensors
 from megatron_dspark.parallel_rules import check_target_split
+from megatron_dspark.targets.computable import check_computable
 from megatron_dspark.targets.fingerprint import (
     chat_template_fingerprint,
     config_fingerprint,
@@ -186,6 +187,8 @@ def _prepare(options: PrecomputeOptions) -> _Job:
             f"target_layer_ids {taps} must strictly increase inside −1 … {target.num_layers - 1}, the layers of "
             f"{options.target}"
         )
+    if options.source != "hf":
+        check_computable(target)
     check_target_split(target, options.tensor, options.pipeline)
     require_file(options.data, "the data", "make it with megatron-dspark prepare")
     samples = load_samples(options.data, options.target, options.max_length)

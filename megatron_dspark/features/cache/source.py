@@ -60,13 +60,18 @@ def transformers_source(folder: str | Path, taps: list[int], dtype: torch.dtype)
         The capture, and the target's embedding and LM head [V, d].
 
     Raises:
-        DSparkError: the decoder layers cannot be found, or the target's logits are more than its LM head times its
-            last hidden state (a soft cap, a scale), which is all that a draft's teacher can be given.
+        DSparkError: tensors are missing, the decoder layers cannot be found, or the target's logits are more than its
+            LM head times its last hidden state (a soft cap, a scale), which is all that a draft's teacher can be given.
     """
     from transformers import AutoModelForCausalLM
 
     platform.prepare()
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, local_files_only=True)
+    model, found = AutoModelForCausalLM.from_pretrained(
+        str(folder), dtype=dtype, local_files_only=True, output_loading_info=True
+    )
+    # transformers fills what it does not find with random numbers and only warns.
+    if absent := sorted(found["missing_keys"]):
+        raise DSparkError(f"the target {folder} lacks {len(absent)} of its tensors, for example {absent[0]}")
     model = model.eval().requires_grad_(False).to(platform.device())
     base, depth = model.base_model, model.config.get_text_config().num_hidden_layers
     stacks = [module for module in base.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == depth]
