@@ -13,7 +13,6 @@ objective  time, memory over the inputs and share of the bf16 matrix peak of bot
 Without a GPU it says so and measures nothing.
 """
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -27,6 +26,8 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from megatron_dspark import platform
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "examples" / "tiny_target"
@@ -157,7 +158,7 @@ def main(
 def check_training(as_json: bool) -> bool:
     """Train a few steps in every way that this machine has; return whether all passed."""
     results = []
-    for run in training_runs(torch.cuda.device_count(), importlib.util.find_spec("transformer_engine") is not None):
+    for run in training_runs(torch.cuda.device_count(), platform.has_transformer_engine()):
         results.append(train(run))
         if as_json:
             print(json.dumps(results[-1]), flush=True)

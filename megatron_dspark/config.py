@@ -267,6 +267,52 @@ def _refuse_unknown(names: set[str], known: set[str], owner: str) -> None:
         raise DSparkError(f"{owner} has no setting {unknown[0]!r}; remove it or correct its spelling")
 
 
+# What Megatron-Core and Bridge offer and the draft is not: it does not read it, or no exported config could say it.
+_FIXED: dict[str, Any] = {
+    "fp16_lm_cross_entropy": False,
+    "restore_modelopt_state": False,
+    "rope_scaling": False,
+    "rotary_percent": 1.0,
+    "seq_len_interpolation_factor": None,
+    "share_embeddings_and_output_weights": False,
+    "transformer_layer_spec": None,
+}
+_FIXED_IN_TRANSFORMER: dict[str, Any] = {
+    "activation_func_clamp_value": None,
+    "add_bias_linear": False,
+    "apply_query_key_layer_scaling": False,
+    "apply_residual_connection_post_layernorm": False,
+    "attention_output_gate": False,
+    "cpu_offloading": False,
+    "cuda_graph_impl": "none",
+    "experimental_attention_variant": None,
+    "fine_grained_activation_offloading": False,
+    "fp32_residual_connection": False,
+    "fp4": None,
+    "fp8": None,
+    "gated_linear_unit": True,
+    "glu_linear_offset": 0.0,
+    "heterogeneous_block_specs": False,
+    "layernorm_zero_centered_gamma": False,
+    "linear_attention_freq": None,
+    "mtp_num_layers": None,
+    "multi_latent_attention": False,
+    "no_rope_freq": None,
+    "normalization": "RMSNorm",
+    "num_moe_experts": None,
+    "qk_clip": False,
+    "qk_l2_norm": False,
+    "qk_layernorm": True,
+    "quant_recipe": None,
+    "rotary_interleaved": False,
+    "softmax_scale": None,
+    "softmax_type": "vanilla",
+    "use_mup": False,
+    "window_attn_skip_freq": None,
+    "window_size": None,
+}
+
+
 def _check_shape(config: DSparkModelConfig) -> None:
     transformer = config.transformer
     for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"):
@@ -287,13 +333,27 @@ def _check_shape(config: DSparkModelConfig) -> None:
             f"num_attention_heads {transformer.num_attention_heads} is not a multiple of num_query_groups "
             f"{config.num_key_value_heads}; choose key/value heads that divide it"
         )
-    fixed = {"normalization": "RMSNorm", "qk_layernorm": True, "gated_linear_unit": True, "num_moe_experts": None}
-    for name, value in fixed.items():
-        if getattr(transformer, name) != value:
+    for owner, fixed in ((config, _FIXED), (transformer, _FIXED_IN_TRANSFORMER)):
+        for name, value in fixed.items():
+            if getattr(owner, name) != value:
+                raise DSparkError(
+                    f"the dense draft is a Qwen3-style model, which needs {name}={value!r}, and it is "
+                    f"{getattr(owner, name)!r}; leave it at its default"
+                )
+    for owner, name, choices in (
+        (config, "position_embedding_type", ("rope", GPTModelConfig.position_embedding_type)),
+        (transformer, "recompute_granularity", (None, "full")),
+        (transformer, "transformer_impl", ("local", "transformer_engine")),
+    ):
+        if getattr(owner, name) not in choices:
             raise DSparkError(
-                f"the dense draft is exported as a Qwen3-style model, which needs {name}={value!r}, and it is "
-                f"{getattr(transformer, name)!r}; leave it at its default"
+                f"{name} is {getattr(owner, name)!r} and must be one of {', '.join(map(str, choices))}; leave it"
             )
+    if transformer.transformer_impl == "transformer_engine" and not platform.has_transformer_engine():
+        raise DSparkError(
+            "transformer_impl is 'transformer_engine', and Transformer Engine is not installed here; install it "
+            "(megatron-dspark[gpu]), or set transformer_impl to 'local'"
+        )
     for name in ("hidden_dropout", "attention_dropout"):
         if getattr(transformer, name):
             raise DSparkError(

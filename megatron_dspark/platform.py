@@ -29,6 +29,11 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
 def device() -> torch.device:
     """The device on which this rank computes."""
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
@@ -50,7 +55,7 @@ def prepare() -> None:
     _state["prepared"] = True
     quiet_logs()
     quiet_warnings(cuda=has_cuda())
-    if importlib.util.find_spec("transformer_engine") is None:
+    if not has_transformer_engine():
         sys.meta_path.insert(0, _TransformerEnginePlaceholder())
     if not has_cuda():
         _replace_cuda_bookkeeping()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_dspark import platform
 from megatron_dspark.config import DSparkModelConfig, default_target_layer_ids
 from megatron_dspark.errors import DSparkError
 from tests.megatron import tiny_config
@@ -75,6 +76,15 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"transformer": {"normalization": "LayerNorm"}}, "needs normalization='RMSNorm'"),
     ({"transformer": {"qk_layernorm": False}}, "needs qk_layernorm=True"),
     ({"transformer": {"num_moe_experts": 4}}, "needs num_moe_experts=None"),
+    ({"transformer": {"add_bias_linear": True}}, "needs add_bias_linear=False, and it is True"),
+    ({"transformer": {"window_size": (8, 0)}}, r"needs window_size=None, and it is \(8, 0\)"),
+    ({"transformer": {"softmax_scale": 0.5}}, "needs softmax_scale=None"),
+    ({"transformer": {"recompute_granularity": "selective"}}, "recompute_granularity is 'selective'"),
+    ({"transformer": {"transformer_impl": "inference_optimized"}}, "transformer_impl is 'inference_optimized'"),
+    ({"rotary_percent": 0.5}, "needs rotary_percent=1.0"),
+    ({"rope_scaling": True}, "needs rope_scaling=False"),
+    ({"share_embeddings_and_output_weights": True}, "needs share_embeddings_and_output_weights=False"),
+    ({"position_embedding_type": "none"}, "position_embedding_type is 'none' and must be one of rope"),
     ({"transformer": {"activation_func": torch.nn.functional.gelu}}, "uses SiLU"),
     ({"transformer": {"tensor_model_parallel_size": 4}}, "4 does not divide the draft's num_query_groups 2"),
 ]
@@ -85,6 +95,17 @@ def test_refuses(change: dict[str, Any], sentence: str) -> None:
     with pytest.raises(DSparkError, match=sentence) as refusal:
         tiny_config(**change).finalize()
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_transformer_engine_must_be_installed(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "has_transformer_engine", lambda: installed)
+    config = tiny_config(transformer={"transformer_impl": "transformer_engine"})
+    if installed:
+        config.validate()
+    else:
+        with pytest.raises(DSparkError, match="Transformer Engine is not installed here; install it"):
+            config.validate()
 
 
 def test_world_size_must_fit() -> None:

@@ -41,7 +41,8 @@ def test_more_gpus_and_transformer_engine_add_runs() -> None:
 
 
 def test_settings_take_what_the_runs_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_dspark.platform.has_cuda", lambda: True)
+    for name in ("has_cuda", "has_transformer_engine"):
+        monkeypatch.setattr(f"megatron_dspark.platform.{name}", lambda: True)
     target = read_target_config(TINY / "model")
     for run in training_runs(8, True):
         settings = override(load_recipe(f"{ROOT / 'recipes/tiny_target.py'}:debug"), run.assignments())

@@ -53,6 +53,18 @@ def test_one_process_and_two_ranks_write_the_same_bytes(run: Path, two_ranks: Ra
     assert max(first["rows"] + second["rows"]) < max(one["rows"])
 
 
+def test_kernels_that_this_machine_lacks_do_not_matter(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    (file,) = (tmp_path / "run/checkpoints").glob("step-*/run.json")
+    content = json.loads(file.read_text())
+    content["model"]["objective_kernel"] = "compiled"
+    content["model"]["transformer"]["transformer_impl"] = "transformer_engine"
+    file.write_text(json.dumps(content))
+    for source, name in ((run, "local"), (tmp_path / "run", "elsewhere")):
+        export_checkpoint(source, tmp_path / name)
+    assert sha256(tmp_path / "local/model.safetensors") == sha256(tmp_path / "elsewhere/model.safetensors")
+
+
 def test_the_record_says_where_the_weights_come_from(run: Path, tmp_path: Path) -> None:
     export_checkpoint(run, tmp_path / "draft", layout="speculators")
     record = json.loads((tmp_path / "draft" / "dspark_export.json").read_text())

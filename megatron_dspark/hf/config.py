@@ -133,22 +133,10 @@ def settings_from_model(model_config: "DSparkModelConfig", dtype: str = "bfloat1
     """The draft that a model configuration describes, for export in `dtype`.
 
     Raises:
-        DSparkError: a setting changes the draft's mathematics in a way that the exported config cannot say.
+        DSparkError: see `DSparkModelConfig.validate`, which refuses what an exported config cannot say.
     """
     transformer = model_config.transformer
-    unsayable = {
-        "rotary_percent": (model_config.rotary_percent, 1.0),
-        "rope_scaling": (model_config.rope_scaling, False),
-        "seq_len_interpolation_factor": (model_config.seq_len_interpolation_factor, None),
-        "rotary_interleaved": (transformer.rotary_interleaved, False),
-        "layernorm_zero_centered_gamma": (transformer.layernorm_zero_centered_gamma, False),
-    }
-    for name, (value, plain) in unsayable.items():
-        if value != plain:
-            raise DSparkError(
-                f"the draft was configured with {name} = {value!r}, which the exported config cannot say; "
-                f"train it with {name} = {plain!r}"
-            )
+    model_config.validate()
     return DraftExportSettings(
         hidden_size=transformer.hidden_size,
         intermediate_size=transformer.ffn_hidden_size,

@@ -52,6 +52,8 @@ def export_checkpoint(
     transformer.tensor_model_parallel_size, transformer.sequence_parallel = ranks, False
     transformer.context_parallel_size = transformer.pipeline_model_parallel_size = 1
     transformer.virtual_pipeline_model_parallel_size = None
+    # Nor do kernels matter, which this machine may lack: parameters have the same names under all of them.
+    transformer.transformer_impl, config.objective_kernel = "local", "eager"
     # The checkpoint fills every parameter: drawing random ones first would cost more than reading it.
     transformer.perform_initialization = False
     config.validate(ranks)
