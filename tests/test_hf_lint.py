@@ -156,6 +156,14 @@ BROKEN: dict[str, tuple[Change, str, str, set[str]]] = {
     ),
     "two mask tokens": (say(dspark_config={"mask_token_id": 3}), "nested-keys", "mask_token_id = 127", set()),
     "causal block": (say(is_causal=True), "block-visibility", "sees only earlier slots", set()),
+    "causal block, another key": (say(causal=True), "block-visibility", "causal = True", set()),
+    "causal block, nested": (
+        say(dspark_config={"causal": True}),
+        "block-visibility",
+        "dspark_config.causal = True",
+        set(),
+    ),
+    "expert routing copied": (say(n_group=8), "target-only-fields", "n_group", ALL),
     "reduced vocabulary": (say(draft_vocab_size=64), "draft-vocabulary", "draft_vocab_size = 64", set()),
     "local path": (say(source="/scratch/someone/target"), "local-paths", "/scratch/someone/target", ALL),
 }
@@ -224,6 +232,19 @@ def test_paths_in_the_export_s_record_are_found(tmp_path: Path) -> None:
     (folder / "dspark_export.json").write_text(json.dumps({"run": {"target": "/data/models/x"}}))
     (problem,) = lint_folder(folder).problems
     assert "'/data/models/x' at run > target" in problem.sentence
+
+
+def test_engines_that_leave_a_trained_table_out_will_not_serve_the_draft(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "draft", tiny_config())
+    for trained, expected in (
+        ([], ALL),
+        (["lm_head.weight"], ALL - {"sglang_0.5.23", "llamacpp"}),
+        (["embed_tokens.weight"], ALL - {"sglang_0.5.23", "llamacpp"}),
+    ):
+        (folder / "dspark_export.json").write_text(json.dumps({"trained_tables": trained}))
+        result = lint_folder(folder)
+        assert result.ok and loading(result) == expected
+    assert "takes the target's embed_tokens.weight" in result.engine("sglang").reasons[0]
 
 
 def test_a_config_of_wrong_types_is_reported_and_does_not_crash(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 Every variant runs at tensor-parallel size 1 and 2, with a vocabulary that Megatron has to pad.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +216,5 @@ def test_the_target_s_own_head_stays_out_of_the_file(tmp_path: Path) -> None:
     assert torch.equal(tensors["lm_head.weight"], draft.lm_head.weight[: SETTINGS.vocab_size])
     load_into_module(tmp_path / "draft", draft)
     assert torch.equal(draft.teacher_lm_head.weight, teacher)
+    record = json.loads((tmp_path / "draft/dspark_export.json").read_text())
+    assert record["trained_tables"] == ["lm_head.weight"]

@@ -122,6 +122,8 @@ def export_draft(
         config = draft_hf_config(target_hf_config, settings_from_model(draft.dspark_config, dtype))
         check_coverage(draft, config)
         record = _checked_provenance(provenance or {})
+        trained = {"embed_tokens.weight": "train_embeddings", "lm_head.weight": "train_lm_head"}
+        record["trained_tables"] = [name for name, flag in trained.items() if getattr(draft.dspark_config, flag)]
         if _rank() == writer:
             # `atomic_folder` refuses it too, but only after every tensor was promised to it.
             refuse_taken(Path(output_folder))

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.hf.config import draft_hf_config, settings_from_config
-from megatron_dspark.hf.rules import ARCHITECTURE, MODEL_TYPE, rope_base
+from megatron_dspark.hf.rules import ARCHITECTURE, MODEL_TYPE, causal_blocks, rope_base
 
 LAYOUTS = ("deepspec", "specforge", "modelopt", "speculators")
 TITLES = {
@@ -148,9 +148,9 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
                 "and readers take one or the other; correct one of them"
             )
     own = {key: value for key, value in {**nested, **config}.items() if key not in _NESTS}
-    if config.get("is_causal"):
+    if places := causal_blocks(config):
         raise DSparkError(
-            "the draft's config says is_causal = True: a block that sees only earlier slots; not supported"
+            f"the draft's config says {places[0]} = True: a block that sees only earlier slots; not supported"
         )
     return own
 

@@ -152,13 +152,20 @@ def lint_folder(folder: str | Path) -> LintReport:
             for place, path in local_paths(record)
         ]
     verdicts = tuple(
-        _verdict(engine, constraints, config, tensors, problems) for engine, constraints in engine_constraints().items()
+        _verdict(engine, constraints, config, tensors, problems, _trained_tables(record))
+        for engine, constraints in engine_constraints().items()
     )
     # No engine would notice.
     problems += _altered_weights(folder, record)
     if speculators:
         verdicts = tuple(_of_speculators(verdict) for verdict in verdicts)
     return LintReport(folder.name, tuple(problems), verdicts)
+
+
+def _trained_tables(record: Any) -> list[str]:
+    """Copies of the target's tables that the draft was trained with and that are no copies any more."""
+    found = record.get("trained_tables") if isinstance(record, dict) else None
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
 
 
 def _altered_weights(folder: Path, record: Any) -> Iterator[Problem]:
@@ -228,10 +235,14 @@ def _verdict(
     config: Mapping[str, Any],
     tensors: DraftTensors,
     problems: list[Problem],
+    trained_tables: list[str],
 ) -> EngineVerdict:
     reasons = [problem.sentence for problem in problems if not problem.readable and problem.rule not in _ENGINES_DIFFER]
     reasons += _config_reasons(constraints, config)
     reasons += _tensor_reasons(constraints, config, tensors)
+    for name in trained_tables:
+        if str(constraints.get(name.split(".")[0])).startswith(("ignored", "dropped")):
+            reasons.append(f"it takes the target's {name} and leaves this draft's own out, which was trained")
     launch = constraints.get("launch")
     if launch is not None:
         launch = launch.replace("block_size", str(config.get("block_size"))).replace(":DRAFT", ':"DRAFT"')
@@ -258,8 +269,6 @@ def _config_reasons(constraints: Mapping[str, Any], config: Mapping[str, Any]) -
         yield f"it implements the {', '.join(kinds)} Markov head, and this draft's is {kind!r}"
     if config.get("markov_rank") == 0:
         yield "it needs a Markov rank above 0"
-    if "causal_must_be" in constraints and (_has(config, "causal", True) or _has(config, "dflash_config.causal", True)):
-        yield "it needs a block that sees itself in both directions, and config.json says causal = True"
 
 
 def _tensor_reasons(constraints: Mapping[str, Any], config: Mapping[str, Any], tensors: DraftTensors) -> Iterator[str]:

@@ -34,6 +34,12 @@ TARGET_ONLY_FIELDS = (
     "output_router_logits",
     "mlp_only_layers",
     "first_k_dense_replace",
+    "moe_layer_freq",
+    "n_group",
+    "topk_group",
+    "topk_method",
+    "scoring_func",
+    "routed_scaling_factor",
     "text_config",
     "vision_config",
     "auto_map",
@@ -258,6 +264,12 @@ def _target_only(config: Mapping[str, Any]) -> Iterator[Problem]:
             )
 
 
+def causal_blocks(config: Mapping[str, Any]) -> list[str]:
+    """Return the places where a config says that a slot sees only earlier slots of its block."""
+    blocks = {"": config, **{f"{place}.": _inner(config, place) for place in ("dflash_config", "dspark_config")}}
+    return [f"{place}{key}" for place, block in blocks.items() for key in ("causal", "is_causal") if block.get(key)]
+
+
 def _second_opinions(config: Mapping[str, Any]) -> Iterator[Problem]:
     """What a nested block or another tool's key says, where engines may read it instead of the key at top level."""
     for place in ("dflash_config", "dspark_config"):
@@ -282,11 +294,11 @@ def _second_opinions(config: Mapping[str, Any]) -> Iterator[Problem]:
                 "method",
                 f"config.json says {key} = {config[key]!r}, another drafting method; write 'dspark' or remove it",
             )
-    if _inner(config, "dflash_config").get("causal") or config.get("is_causal"):
+    if places := causal_blocks(config):
         yield Problem(
             "block-visibility",
-            "config.json says that a slot sees only earlier slots of its block, and this draft's slots see the whole "
-            "block; remove causal, or set it to false",
+            f"config.json says {places[0]} = True, that a slot sees only earlier slots of its block, and this draft's "
+            "slots see the whole block; remove it, or set it to false",
         )
     shifted, taps = config.get("aux_hidden_state_layer_ids"), config.get("target_layer_ids")
     if isinstance(shifted, list) and isinstance(taps, list) and shifted != [tap + 1 for tap in taps]:
