@@ -291,8 +291,8 @@ def verify(
         from megatron_dspark.hf.record import record_accepted_length
 
         command = (
-            f"megatron-dspark verify --prompts {prompts.name} --limit {limit} --max-new-tokens {max_new_tokens} "
-            f"--temperature {temperature:g} --dtype {dtype}"
+            f"megatron-dspark verify --draft DRAFT --target TARGET --prompts {prompts.name} --limit {limit} "
+            f"--max-new-tokens {max_new_tokens} --temperature {temperature:g} --dtype {dtype}"
         )
         others = {"top-p": (top_p, 1.0), "top-k": (top_k, 0), "seed": (seed, 0), "device": (device, "cpu")}
         command += "".join(f" --{name} {value}" for name, (value, default) in others.items() if value != default)

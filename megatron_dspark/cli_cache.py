@@ -24,6 +24,9 @@ def precompute(
         int | None, typer.Option(help="Longest sample in tokens, the same as in training; by default 2048.")
     ] = None,
     taps: Annotated[str | None, typer.Option(help="Target layers, e.g. 1,8,14; by default five, spread.")] = None,
+    allow_unservable_taps: Annotated[
+        bool, typer.Option("--allow-unservable-taps", help="Also tap -1 or the last layer, which no engine captures.")
+    ] = False,
     dtype: Annotated[
         Literal["bfloat16", "float32", "float8_e4m3fn"] | None,
         typer.Option(
@@ -59,6 +62,7 @@ def precompute(
 
         settings = load_recipe(recipe)
         max_length, layers = max_length or settings.max_length, layers or settings.draft.target_layer_ids
+        allow_unservable_taps = allow_unservable_taps or settings.draft.allow_unservable_taps
         precision = str(PRECISIONS[settings.precision]).removeprefix("torch.")
         dtype, compute_dtype = dtype or settings.feature_dtype or precision, compute_dtype or precision
     options = PrecomputeOptions(
@@ -67,6 +71,7 @@ def precompute(
         output=output,
         max_length=max_length or 2048,
         target_layer_ids=layers,
+        allow_unservable_taps=allow_unservable_taps,
         dtype=dtype or "bfloat16",
         compute_dtype=compute_dtype,
         source=source,

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import enum
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -365,6 +366,35 @@ def _check_shape(config: DSparkModelConfig) -> None:
         )
 
 
+def check_taps(taps: Sequence[int], num_layers: int, *, allow_unservable: bool = False) -> None:
+    """Refuse taps that a target of `num_layers` layers does not have, or that no serving engine captures.
+
+    Args:
+        taps: ids of target layers, from 0; −1 is the embedding output.
+        num_layers: the target's depth.
+        allow_unservable: take −1 and the last layer.
+
+    Raises:
+        DSparkError: one sentence.
+    """
+    taps, last = list(taps), num_layers - 1
+    if not taps:
+        raise DSparkError("target_layer_ids is empty; name at least one target layer whose output the draft reads")
+    if num_layers < 1:
+        raise DSparkError(f"num_target_layers must be the target's depth, and it is {num_layers}")
+    if any(second <= first for first, second in itertools.pairwise(taps)):
+        raise DSparkError(f"target_layer_ids must strictly increase, and they are {taps}; sort them, each once")
+    if taps[0] < -1 or taps[-1] > last:
+        raise DSparkError(
+            f"target_layer_ids {taps} leave the {num_layers} layers of the target; name layers inside 0 … {last - 1}"
+        )
+    if not allow_unservable and (taps[0] == -1 or taps[-1] == last):
+        raise DSparkError(
+            f"target_layer_ids {taps} name layer {-1 if taps[0] == -1 else last}, which no serving engine can capture; "
+            f"stay inside 0 … {last - 1}, or set allow_unservable_taps for an experiment"
+        )
+
+
 def _check_block_and_taps(config: DSparkModelConfig) -> None:
     if config.num_anchors < 1:
         raise DSparkError(f"num_anchors must be at least 1, and it is {config.num_anchors}")
@@ -373,23 +403,7 @@ def _check_block_and_taps(config: DSparkModelConfig) -> None:
             f"mask_token_id {config.mask_token_id} is outside the vocabulary of {config.vocab_size} tokens; name a "
             "token id that the target's tokenizer never produces"
         )
-    taps, last = list(config.target_layer_ids), config.num_target_layers - 1
-    if not taps:
-        raise DSparkError("target_layer_ids is empty; name at least one target layer whose output the draft reads")
-    if config.num_target_layers < 1:
-        raise DSparkError(f"num_target_layers must be the target's depth, and it is {config.num_target_layers}")
-    if any(second <= first for first, second in itertools.pairwise(taps)):
-        raise DSparkError(f"target_layer_ids must strictly increase, and they are {taps}; sort them, each once")
-    if taps[0] < -1 or taps[-1] > last:
-        raise DSparkError(
-            f"target_layer_ids {taps} leave the {config.num_target_layers} layers of the target; name layers inside "
-            f"0 … {last - 1}"
-        )
-    if not config.allow_unservable_taps and (taps[0] == -1 or taps[-1] == last):
-        raise DSparkError(
-            f"target_layer_ids {taps} name layer {-1 if taps[0] == -1 else last}, which no serving engine can capture; "
-            f"stay inside 0 … {last - 1}, or set allow_unservable_taps for an experiment"
-        )
+    check_taps(config.target_layer_ids, config.num_target_layers, allow_unservable=config.allow_unservable_taps)
     if config.block_attention not in BLOCK_ATTENTIONS:
         raise DSparkError(
             f"block_attention is {config.block_attention!r} and must be one of {', '.join(BLOCK_ATTENTIONS)}"

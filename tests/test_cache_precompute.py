@@ -239,7 +239,8 @@ def test_dry_run_and_refusals(made: Path, data: Path, tmp_path: Path, monkeypatc
         ({"output": data.parent}, "is not empty and no precompute began there"),
         ({"dtype": "int8"}, "dtype is 'int8' and must be one of"),
         ({"target_layer_ids": [5, 2]}, "must strictly increase"),
-        ({"target_layer_ids": [1, 8]}, "must strictly increase inside"),
+        ({"target_layer_ids": [1, 8]}, "leave the 8 layers of the target"),
+        ({"target_layer_ids": [1, 7]}, "name layer 7, which no serving engine can capture"),
         ({"tensor": 2}, "1 ranks, which is no multiple of the 2 × 1"),
         ({"source": "hf", "pipeline": 2}, "1 ranks, which is no multiple of the 1 × 2"),
         ({"source": "hf", "tensor": 1, "compute_dtype": "int8"}, "compute_dtype is 'int8'"),
@@ -286,7 +287,9 @@ def foreign_target(folder: Path, softcap: float | None) -> Path:
 
 def test_other_architectures(data: Path, tmp_path: Path) -> None:
     target = foreign_target(tmp_path / "plain", None)
-    options = precompute_options(data, tmp_path / "cache", target=target, target_layer_ids=[-1, 1, 4])
+    options = precompute_options(
+        data, tmp_path / "cache", target=target, target_layer_ids=[-1, 1, 4], allow_unservable_taps=True
+    )
     with pytest.raises(DSparkError, match="is a Gemma2ForCausalLM"):
         precompute(PrecomputeOptions(**options))
     precompute(PrecomputeOptions(**options, source="hf"))

@@ -93,7 +93,8 @@ def test_the_accepted_length_is_recorded_with_its_command(
             "tokens_per_iteration": measured["accepted_length"],
             "prompts": 2,
             "prompts_sha256": sha256(prompts),
-            "command": "megatron-dspark verify --prompts heldout.jsonl --limit 2 --max-new-tokens 8 --temperature 0 "
+            "command": "megatron-dspark verify --draft DRAFT --target TARGET "
+            "--prompts heldout.jsonl --limit 2 --max-new-tokens 8 --temperature 0 "
             "--dtype float32",
         }
     }
@@ -102,7 +103,8 @@ def test_the_accepted_length_is_recorded_with_its_command(
     record = json.loads((tmp_path / "draft" / "dspark_export.json").read_text())
     assert list(record["accepted_length"]) == ["greedy", "temperature 0.7, top-k 20, top-p 0.9"]
     assert record["accepted_length"]["temperature 0.7, top-k 20, top-p 0.9"]["command"] == (
-        "megatron-dspark verify --prompts heldout.jsonl --limit 1 --max-new-tokens 4 --temperature 0.7 --dtype float32 "
+        "megatron-dspark verify --draft DRAFT --target TARGET "
+        "--prompts heldout.jsonl --limit 1 --max-new-tokens 4 --temperature 0.7 --dtype float32 "
         "--top-p 0.9 --top-k 20 --seed 3"
     )
     assert "greedy: **" in (tmp_path / "draft" / "README.md").read_text()

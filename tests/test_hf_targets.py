@@ -69,6 +69,20 @@ def test_the_draft_says_what_it_is_and_copies_nothing_else(tmp_path: Path, case:
     assert ("layers.0.self_attn.q_proj.bias" in shapes) == config["attention_bias"]
 
 
+def test_a_target_that_calls_its_sizes_otherwise(tmp_path: Path) -> None:
+    names = {"n_embd": 64, "n_layer": 8, "n_head": 4, "n_positions": 256, "vocab_size": 128}
+    folder = tmp_path / "gpt2"
+    folder.mkdir()
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **names}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({"wte.weight": torch.zeros(128, 64)}, folder / "model.safetensors")
+    target = read_target_config(folder, any_architecture=True)
+    settings = TrainSettings(features="f", output="o")
+    settings.draft.mask_token_id, settings.draft.target_layer_ids = 127, [1, 3, 5]
+    written = draft_hf_config(target.described, settings_from_model(settings.model_config(target)))
+    assert (written["hidden_size"], written["num_target_layers"], written["max_position_embeddings"]) == (64, 8, 256)
+
+
 def test_a_tied_target_s_embedding_is_taken_twice(tmp_path: Path) -> None:
     folder = write_target(tmp_path / "target", lm_head=False, tie_word_embeddings=True)
     tables = read_frozen_tables(read_target_config(folder))

@@ -75,10 +75,10 @@ def open_draft(folder: str | Path, target: str | Path | None = None, dtype: str 
     """
     folder = Path(folder)
     config, tensors = read_config(folder), DraftTensors(folder)
-    target_config = None if target is None else read_target_config(target)
+    target_config = None if target is None else read_target_config(target, any_architecture=True)
     try:
         dtype = dtype or _stored_dtype(tensors)
-        conversion = convert(config, tensors.shapes, dtype, None if target_config is None else target_config.raw)
+        conversion = convert(config, tensors.shapes, dtype, None if target_config is None else target_config.described)
         converted = ConvertedTensors(tensors, conversion.names, target_config)
         if converted.from_target and target is None:
             raise DSparkError(
@@ -130,9 +130,9 @@ def import_draft(
     }
     architectures: list[str] = []
     if target is not None:
-        described = read_target_config(target)
-        architectures = [described.architecture]
-        record["target"] = {"name": described.folder.resolve().name, "fingerprint": described.fingerprint()}
+        found = read_target_config(target, any_architecture=True)
+        architectures = [found.architecture]
+        record["target"] = {"name": found.folder.resolve().name, "fingerprint": found.fingerprint()}
     wanted = tensor_shapes(DraftDimensions.from_config(config))
     return publish_folder(
         output,

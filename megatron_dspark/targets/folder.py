@@ -48,6 +48,18 @@ class TargetConfig:
         """What a person calls the target."""
         return self.known_as or self.folder.name
 
+    @property
+    def described(self) -> dict[str, Any]:
+        """`raw` with the language model's sizes under the names of Llama's config, whatever its own are called."""
+        sizes = {
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_layers,
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.max_position_embeddings,
+        }
+        inner = self.raw.get("text_config")
+        return {**self.raw, "text_config": {**inner, **sizes}} if inner else {**self.raw, **sizes}
+
     def weights_fingerprint(self) -> str:
         """SHA-256 over every byte of the weights, whatever file or order they stand in."""
         return self.weights or weights_fingerprint(self.folder)
@@ -124,6 +136,18 @@ def _rope_theta(raw: dict[str, Any]) -> float:
     if theta is None:
         raise KeyError("rope_theta")
     return float(theta)
+
+
+def frozen_table_bytes(config: TargetConfig) -> int:
+    """Return the bytes of the target's embedding and LM head as its files hold them; no weight is read."""
+    wanted = {EMBEDDING, *([] if config.tie_word_embeddings else [LM_HEAD])}
+    total = 0
+    for file in config.folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            for name in wanted & set(tensors.keys()):
+                # Of no rows, for its type alone.
+                total += config.vocab_size * config.hidden_size * tensors.get_slice(name)[:0].element_size()
+    return total
 
 
 def read_frozen_tables(config: TargetConfig) -> dict[str, Tensor]:

@@ -419,7 +419,7 @@ class _Run:
             "target": {
                 "name": self.target.name,
                 "fingerprint": self.target.fingerprint(),
-                "config": self.target.raw,
+                "config": self.target.described,
             },
             "data": self.data,
             "metrics": self.metrics,

@@ -24,6 +24,8 @@ class PrecomputeOptions:
     """Longest sample in tokens; longer ones are cut, as training cuts them."""
     target_layer_ids: list[int] | None = None
     """Taps; None spreads five of them as a draft without its own choice does."""
+    allow_unservable_taps: bool = False
+    """Also tap the embedding (-1) or the last layer, which no serving engine captures."""
     dtype: str = "bfloat16"
     """How features are stored: "float32", "bfloat16" or "float8_e4m3fn"."""
     compute_dtype: str | None = None

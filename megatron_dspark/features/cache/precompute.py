@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from megatron_dspark import platform
-from megatron_dspark.config import default_target_layer_ids
+from megatron_dspark.config import check_taps, default_target_layer_ids
 from megatron_dspark.data.chat import ChatSample, load_tokenizer
 from megatron_dspark.data.encoded import EncodedSamples, load_samples
 from megatron_dspark.errors import DSparkError
@@ -54,6 +54,7 @@ from megatron_dspark.targets.folder import (
     LM_HEAD,
     TOKENIZER_FILES,
     TargetConfig,
+    frozen_table_bytes,
     read_frozen_tables,
     read_target_config,
 )
@@ -156,7 +157,7 @@ def precompute(options: PrecomputeOptions) -> PrecomputeReport:
     writer = CacheWriter(options.output, job.manifest, job.plan, job.tensors)
     complete = writer.check()
     free = _free_bytes(options.output)
-    total = job.plan.total_bytes + _table_bytes(job.target)
+    total = job.plan.total_bytes + _table_bytes(job)
     if complete:
         if rank == 0:
             writer.tidy()
@@ -182,11 +183,7 @@ def precompute(options: PrecomputeOptions) -> PrecomputeReport:
 def _prepare(options: PrecomputeOptions) -> _Job:
     target = read_target_config(options.target, any_architecture=options.source == "hf")
     taps = list(options.target_layer_ids or default_target_layer_ids(target.num_layers))
-    if taps != sorted(set(taps)) or taps[0] < -1 or taps[-1] >= target.num_layers:
-        raise DSparkError(
-            f"target_layer_ids {taps} must strictly increase inside −1 … {target.num_layers - 1}, the layers of "
-            f"{options.target}"
-        )
+    check_taps(taps, target.num_layers, allow_unservable=options.allow_unservable_taps)
     if options.source != "hf":
         check_computable(target)
     check_target_split(target, options.tensor, options.pipeline)
@@ -393,9 +390,13 @@ def _name_of(folder: Path) -> tuple[str, str | None]:
     return folder.name, None
 
 
-def _table_bytes(target: TargetConfig) -> int:
-    rows = target.vocab_size * target.hidden_size
-    return rows * 2 * (1 if target.tie_word_embeddings else 2)
+def _table_bytes(job: _Job) -> int:
+    if job.options.source != "hf":
+        return frozen_table_bytes(job.target)
+    # As the target runs: transformers has converted them, and its tensors may be called anything.
+    tables = 1 if job.target.tie_word_embeddings else 2
+    width = getattr(torch, str(job.options.compute_dtype)).itemsize
+    return tables * job.target.vocab_size * job.target.hidden_size * width
 
 
 def _existing(folder: Path) -> Path:
