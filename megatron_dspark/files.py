@@ -1,5 +1,6 @@
 """Files and folders that appear whole or not at all, and JSON that every reader accepts."""
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -9,7 +10,6 @@ import re
 import shutil
 import socket
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import psutil
 from megatron_dspark.errors import DSparkError
 
 
-@contextmanager
+@contextlib.contextmanager
 def atomic_file(path: str | Path) -> Iterator[Path]:
     """Yield a path of the same name in a temporary folder beside `path`; on success flush and rename it over `path`.
 
@@ -39,7 +39,7 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextmanager
+@contextlib.contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
     """Yield a temporary folder beside `path`; on success rename it to `path`.
 
@@ -53,8 +53,10 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        if path.exists():
+        # An empty folder gives way; what another process has finished meanwhile does not.
+        with contextlib.suppress(OSError):
             path.rmdir()
+        refuse_taken(path)
         os.replace(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -71,6 +73,15 @@ def refuse_taken(path: Path) -> None:
         raise DSparkError(f"{path} already exists and is not empty; choose another folder or remove it first")
 
 
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all that it holds; what is gone already, or cannot be removed, is left."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
 def _temporary(path: Path) -> Path:
     """The folder in which this process writes `path` until it is whole. What killed processes left of it is removed.
 
@@ -82,7 +93,7 @@ def _temporary(path: Path) -> Path:
     for other in path.parent.iterdir():
         match = pattern.fullmatch(other.name)
         if match and not psutil.pid_exists(int(match.group(1))):
-            shutil.rmtree(other, ignore_errors=True)
+            remove(other)
     return path.with_name(f".{path.name}.{os.getpid()}-{_numbering()}.partial")
 
 

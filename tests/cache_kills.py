@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,13 +25,16 @@ def attempt(work: Callable[[], None], patience: float | None) -> bool:
     """Run `work` in a fork, killed after `patience` seconds; returns whether it ended by itself."""
     child = os.fork()
     if child == 0:
-        code = 1
+        code, aloud = 1, os.fdopen(os.dup(2), "w")
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             os.dup2(1, 2)
             work()
             code = 0
+        except BaseException:
+            traceback.print_exc(file=aloud)
         finally:
+            aloud.flush()
             os._exit(code)
     deadline = None if patience is None else time.monotonic() + patience
     while True:

@@ -1,5 +1,6 @@
 """Shared fixtures: the golden files and pools of ranks."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -16,6 +17,11 @@ import torch
 from tests.distributed import RankPool
 
 FIXTURES = Path(__file__).parent / "fixtures"
+
+
+def pytest_collection_finish() -> None:
+    # See tests/distributed.py: training looks for what earlier runs left, and imports are not that.
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,6 +4,9 @@ Nearly all of the cost of a distributed test is imports, so a pool keeps its ran
 of all pools are forked from one process that has imported the library once.
 """
 
+import contextlib
+import faulthandler
+import gc
 import os
 import tempfile
 import traceback
@@ -12,25 +15,31 @@ from typing import Any
 
 import torch.multiprocessing as multiprocessing
 
-PRELOADED = ["megatron_dspark.training.run", "megatron_dspark.hf.from_checkpoint", "transformers"]
+PRELOADED = ["megatron_dspark.training.run", "megatron_dspark.hf.from_checkpoint"]
+PRELOADED += ["megatron_dspark.features.cache.precompute", "transformers"]
 
 
-def _serve(rank: int, world_size: int, store: str, pipe: Any) -> None:
+def _serve(rank: int, world_size: int, store: str, pipe: Any, timeout: float) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
     import torch
     import torch.distributed
 
     torch.set_num_threads(1)
+    # What is imported stays: each run of training looks through everything that is not frozen for earlier runs.
+    gc.freeze()
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     while True:
         message = pipe.recv()
         if message is None:
             break
         function, arguments = message
+        # A rank that hangs says where, before the pool gives it up.
+        faulthandler.dump_traceback_later(0.8 * timeout)
         try:
             pipe.send(("ok", function(rank, world_size, *arguments)))
         except BaseException:
             pipe.send(("error", traceback.format_exc()))
+        faulthandler.cancel_dump_traceback_later()
     torch.distributed.destroy_process_group()
 
 
@@ -49,7 +58,9 @@ class RankPool:
         self._pipes, self._processes = [], []
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, store, theirs), daemon=False)
+            process = context.Process(
+                target=_serve, args=(rank, self.world_size, store, theirs, self.timeout), daemon=False
+            )
             process.start()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -62,15 +73,23 @@ class RankPool:
         """
         if not self._processes:
             self._start()
-        for pipe in self._pipes:
-            pipe.send((function, arguments))
+        try:
+            for pipe in self._pipes:
+                pipe.send((function, arguments))
+        except OSError as error:
+            self.close(kill=True)
+            raise AssertionError("a rank is gone since the test before") from error
         results, errors = [], []
         for rank, pipe in enumerate(self._pipes):
             # Once one rank has failed the others may wait for it for ever: give them a moment only.
             if not pipe.poll(5.0 if errors else self.timeout):
                 errors.append(f"rank {rank}: no answer")
                 continue
-            status, value = pipe.recv()
+            try:
+                status, value = pipe.recv()
+            except EOFError:
+                errors.append(f"rank {rank}: it is gone")
+                continue
             (results if status == "ok" else errors).append(value if status == "ok" else f"rank {rank}:\n{value}")
         if errors:
             self.close(kill=True)
@@ -82,7 +101,8 @@ class RankPool:
             if kill:
                 process.kill()
             else:
-                pipe.send(None)
+                with contextlib.suppress(OSError):
+                    pipe.send(None)
             process.join(timeout=20)
             if process.is_alive():
                 process.kill()

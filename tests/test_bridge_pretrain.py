@@ -1,6 +1,8 @@
 """Megatron-Bridge's own `pretrain` runs our forward step, and trains what our loop trains."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +19,18 @@ CONSTANT_RATE = {"optimizer.warmup_share": 0.0, "optimizer.decay_style": "consta
 def test_pretrain_gives_the_losses_of_our_own_loop(tmp_path: Path) -> None:
     settings = tiny_settings(tmp_path / "ours", steps=2, micro_batch_size=2, log_interval=1, **CONSTANT_RATE)
     (tmp_path / "settings.json").write_text(json.dumps(settings.as_dict()))
+    # Bridge listens on a port that is the same for every job by default, and reads what launchers set.
+    launchers = ("SLURM_", "RANK", "WORLD_SIZE")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     done = subprocess.run(
         [sys.executable, "-m", "tests.bridge_pretrain", str(tmp_path)],
         capture_output=True,
         text=True,
         cwd=Path(__file__).resolve().parent.parent,
+        env={**inherited, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     theirs = json.loads((tmp_path / "result.json").read_text())

@@ -189,10 +189,10 @@ def hold(folder: Path, ready: Any) -> None:
     with folder_lock(folder):
         # What is forked to write a checkpoint outlives a killed job, and must not hold its lock.
         if os.fork() == 0:
-            time.sleep(60)
+            time.sleep(600)
             os._exit(0)
         ready.set()
-        time.sleep(60)
+        time.sleep(600)
 
 
 def test_two_jobs_do_not_write_to_one_folder_and_a_dead_one_holds_nothing(finished: Path, tmp_path: Path) -> None:
@@ -228,9 +228,11 @@ def die_while_saving_6(run: Any, now: int) -> None:
 
 @pytest.mark.parametrize("fault", [die_at_5, freeze_at_5, die_while_saving_6])
 def test_a_lost_rank_ends_the_job_in_time(fault: Any, finished: Path, tmp_path: Path) -> None:
-    settings = resume_settings(tmp_path, steps=6, save_interval=2, micro_batch_size=2, timeout_minutes=0.5)
+    # A rank that is gone ends the wait at once; one that is frozen, after the time.
+    minutes = 0.5 if fault is freeze_at_5 else 5
+    settings = resume_settings(tmp_path, steps=6, save_interval=2, micro_batch_size=2, timeout_minutes=minutes)
     job = Job(settings, ranks=2, hook=fault)
-    job.processes[0].join(240)
+    job.processes[0].join(420)
     codes = [process.exitcode for process in job.processes]
     job.kill()
     assert codes[0] == 2

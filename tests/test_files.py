@@ -65,7 +65,7 @@ def test_a_process_that_lives_and_other_machines_are_left_alone(tmp_path: Path) 
         assert all(f".{process.pid}-" in name for name in own)
         # The same numbers seen from another machine, of a process that is not running here; and another file's.
         foreign = {".file.4194304-00000000.partial", ".folder.4194304-00000000.partial"}
-        dead = next(name for name in own if name.startswith(".file.")).replace(str(process.pid), "4194304")
+        dead = next(name for name in own if name.startswith(".file.")).replace(f".{process.pid}-", ".4194304-")
         foreign |= {dead.replace(".file.", ".file.bak.")}
         for name in (*foreign, dead):
             (tmp_path / name).mkdir()

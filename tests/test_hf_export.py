@@ -64,7 +64,8 @@ def test_a_metric_that_was_not_measured_is_null_in_the_record(tmp_path: Path) ->
     assert record["tau"] is None and record["run"]["metrics"]["validation"] == {"accept_rate@6": None, "tau": 1.5}
 
 
-def test_no_file_names_a_path_of_this_machine(tmp_path: Path) -> None:
+def test_no_file_names_a_path_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
     target = {**TARGET, "_name_or_path": str(tmp_path), "rope_scaling": None}
     provenance = {"run": {"target": str(tmp_path / "target"), "log": [str(Path.home() / "log")]}}
     export_module.export_draft(build({}, 1, torch.float32), target, tmp_path / "draft", provenance=provenance)

@@ -135,6 +135,17 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> Checkpoint | N
     if _STEP_FOLDER.fullmatch(path.name):
         return _open(path)
     folder = path if path.name == "checkpoints" else checkpoints_folder(path)
+    while True:
+        before = _pointed_at(folder)
+        try:
+            return _find(folder, step)
+        except DSparkError:
+            # A running job may have published another one, and removed this one, while it was read.
+            if step is not None or _pointed_at(folder) == before:
+                raise
+
+
+def _find(folder: Path, step: int | None) -> Checkpoint | None:
     # The pointer before the folders: a job that is running publishes a folder first, then points at it.
     newest = _pointed_at(folder) if step is None else None
     found = published(folder)

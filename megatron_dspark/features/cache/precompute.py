@@ -164,7 +164,7 @@ def precompute(options: PrecomputeOptions) -> PrecomputeReport:
         made = read_manifest(options.output)
         return job.report("already complete", free, sum(part.bytes for part in (*made.shards, *made.files)))
     _refuse_unwritable(options.output)
-    present = sum(path.stat().st_size for path in options.output.rglob("*.safetensors"))
+    present = writer.present_bytes()
     if total - present > free:
         raise DSparkError(
             f"the cache needs {decimal(total)} ({job.plan.bytes_per_token:,} bytes for each of "

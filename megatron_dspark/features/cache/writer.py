@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +20,7 @@ from megatron_dspark.features.cache.schema import (
     write_manifest,
 )
 from megatron_dspark.features.cache.shard import GatheredShard, StoredSample, gather_shard, shard_name, write_shard
-from megatron_dspark.files import read_json, sha256
+from megatron_dspark.files import read_json, remove, sha256
 from megatron_dspark.lock import LOCK_FILE, folder_lock
 
 _PARTIAL = "*.partial"
@@ -81,8 +80,7 @@ class CacheWriter:
                 raise DSparkError(f"another job has just completed {self.folder}; there is nothing left to do")
             if held:
                 # Nobody else writes here: these are a dead job's, whichever machine it ran on.
-                for leftover in list(self.folder.rglob(f".{_PARTIAL}")):
-                    shutil.rmtree(leftover, ignore_errors=True)
+                self._remove_partials()
             else:
                 print(
                     f"the file system of {self.folder} has no locks; see to it that no other job writes there",
@@ -137,11 +135,25 @@ class CacheWriter:
         return manifest
 
     def tidy(self) -> None:
-        """Remove what only an unfinished cache needs."""
+        """Remove what only an unfinished cache needs; nobody writes to a complete one."""
+        self._remove_partials()
         for path in (*map(self._facts, range(self.plan.num_shards)), self.folder / LOCK_FILE):
             # Looked for first: a folder that is read-only by now refuses to remove even what is not there.
             if path.exists():
                 path.unlink(missing_ok=True)
+
+    def present_bytes(self) -> int:
+        """Return the size of the shards that are there, whole or not."""
+        total = 0
+        for number in range(self.plan.num_shards):
+            # Another job may be writing there; it is refused later, by its lock.
+            with contextlib.suppress(FileNotFoundError):
+                total += (self.folder / shard_name(number)).stat().st_size
+        return total
+
+    def _remove_partials(self) -> None:
+        for leftover in list(self.folder.rglob(f".{_PARTIAL}")):
+            remove(leftover)
 
     def _is_whole(self, number: int) -> bool:
         path = self.folder / shard_name(number)
