@@ -85,6 +85,15 @@ def test_offline_equals_colocated_bit_for_bit(
         assert steps(tmp_path / "run") == steps(colocated)
 
 
+def test_without_feature_memory_padded_rows_differ_by_rounding(folder: Path, colocated: Path, tmp_path: Path) -> None:
+    """The target then runs over whole micro-batches, in matrix products of other shapes than one sample's."""
+    train(settings(folder, tmp_path / "run", offline=False, feature_memory_gib=0.0))
+    ours, theirs = steps(tmp_path / "run"), steps(colocated)
+    assert [line[:2] for line in ours] == [line[:2] for line in theirs]
+    for line, expected in zip(ours, theirs, strict=True):
+        assert line[2:5] == pytest.approx(expected[2:5], rel=1e-5)
+
+
 def test_two_ranks_offline_equal_two_ranks_colocated(folder: Path, two_ranks: RankPool, tmp_path: Path) -> None:
     for name in ("colocated", "offline"):
         # With two held-out samples one of the ranks has none to validate.

@@ -138,6 +138,15 @@ def test_nothing_is_run_that_a_checkpoint_brings_along(place: str, finished: Pat
     assert not sprung.exists()
 
 
+def test_a_run_whose_checkpoints_are_not_there_does_not_start_anew(finished: Path, tmp_path: Path) -> None:
+    settings = copy_of(finished, tmp_path)
+    shutil.rmtree(checkpoints_folder(settings.output))
+    metrics = (Path(settings.output) / "metrics.jsonl").read_bytes()
+    with pytest.raises(DSparkError, match=r"has metrics of 6 steps, saved every 2, and .*checkpoints does not exist"):
+        train(settings)
+    assert (Path(settings.output) / "metrics.jsonl").read_bytes() == metrics
+
+
 def full_disk(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -10,6 +10,7 @@ from megatron_dspark.data.chat import ChatSample
 from megatron_dspark.data.packing import pack
 from megatron_dspark.data.sampler import AnchorRule, Dealer, MicroBatch, Sampler
 from megatron_dspark.training.report import read_metrics
+from megatron_dspark.training.run import train
 from tests.distributed import RankPool
 from tests.parallel_support import (
     Record,
@@ -140,6 +141,16 @@ def test_packing_keeps_padding_under_five_percent() -> None:
 def reference(folder: Path) -> Record:
     """One process, one sample a row."""
     return run(0, 1, settings(folder, folder / "reference").as_dict())
+
+
+@pytest.mark.parametrize("packing", (False, True))
+def test_padding_is_pointed_out_once(
+    packing: bool, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    train(settings(folder, tmp_path, packing=packing, packed_length=140 if packing else "null"))
+    share = read_metrics(tmp_path, "train")[0]["padding_share"]
+    assert share > 0.05
+    assert capsys.readouterr().err.count(f"{share:.0%} of the micro-batches is padding") == (not packing)
 
 
 @pytest.mark.parametrize("rows", (1, 4))

@@ -93,13 +93,23 @@ def test_stop_and_resume_change_nothing(name: str, two_ranks: RankPool, tmp_path
 
 
 # Ranks, what the layout changes, and the step after which the next one takes over: always inside a logging window.
-CHAIN: list[tuple[int, dict[str, Any], int | None]] = [
-    (2, {"parallel.tensor": 2}, 2),
-    (1, {}, 5),
-    (2, {"micro_batch_size": 2}, 7),
-    (2, {"micro_batch_size": 1, "parallel.pipeline": 2}, 10),
-    (2, {"parallel.context": 2}, None),
-]
+CHAINS: dict[str, list[tuple[int, dict[str, Any], int | None]]] = {
+    "TP 2, one rank, DP 2, PP 2, CP 2": [
+        (2, {"parallel.tensor": 2}, 2),
+        (1, {}, 5),
+        (2, {"micro_batch_size": 2}, 7),
+        (2, {"micro_batch_size": 1, "parallel.pipeline": 2}, 10),
+        (2, {"parallel.context": 2}, None),
+    ],
+    # Its shards are cut anew for another number of data-parallel ranks.
+    "distributed optimizer: DP 2, one rank, TP 2, CP 2, DP 2": [
+        (2, {"micro_batch_size": 2}, 2),
+        (1, {}, 5),
+        (2, {"parallel.tensor": 2}, 7),
+        (2, {"parallel.context": 2}, 10),
+        (2, {"micro_batch_size": 2}, None),
+    ],
+}
 
 
 def dealt(reports: list[tuple[dict[str, Any], list[Any]]]) -> list[dict[str, Any]]:
@@ -115,15 +125,16 @@ def dealt(reports: list[tuple[dict[str, Any], list[Any]]]) -> list[dict[str, Any
     return steps
 
 
-def test_layouts_follow_each_other(two_ranks: RankPool, tmp_path: Path) -> None:
-    """TP 2, one rank, DP 2, PP 2, CP 2: the samples, anchors and losses of an uninterrupted run of one rank."""
+@pytest.mark.parametrize("name", CHAINS)
+def test_layouts_follow_each_other(name: str, two_ranks: RankPool, tmp_path: Path) -> None:
+    """The samples, anchors and losses of an uninterrupted run of one rank."""
     # Anchors that suit two context-parallel ranks, in every layout.
-    rule = {"anchor_context_parallel": 2}
-    whole = resume_settings(tmp_path / "whole", **rule)
+    common = {"anchor_context_parallel": 2, "optimizer.distributed": name.startswith("distributed")}
+    whole = resume_settings(tmp_path / "whole", **common)
     expected = dealt([rank_that_is_told_to_stop(0, 1, whole.as_dict(), None)])
     seen = []
-    for ranks, layout, stop in CHAIN:
-        settings = resume_settings(tmp_path, **rule, **layout).as_dict()
+    for ranks, layout, stop in CHAINS[name]:
+        settings = resume_settings(tmp_path, **common, **layout).as_dict()
         if ranks == 1:
             reports = [rank_that_is_told_to_stop(0, 1, settings, stop)]
         else:
@@ -136,18 +147,15 @@ def test_layouts_follow_each_other(two_ranks: RankPool, tmp_path: Path) -> None:
         json.loads((path / "run.json").read_text())["layout"] for path in published(output / "checkpoints").values()
     ]
     assert [(each["tensor"], each["pipeline"], each["context"], each["world_size"]) for each in layouts] == [
-        (2, 1, 1, 2),
-        (1, 1, 1, 1),
-        (1, 1, 1, 2),
-        (1, 2, 1, 2),
-        (1, 1, 2, 2),
+        (*(changes.get(f"parallel.{axis}", 1) for axis in ("tensor", "pipeline", "context")), ranks)
+        for ranks, changes, _ in CHAINS[name]
     ]
     ours, theirs = metrics_without_times(output), metrics_without_times(whole.output)
     assert [(line["split"], line["step"]) for line in ours] == [(line["split"], line["step"]) for line in theirs]
     for line, expected_line in zip(ours, theirs, strict=True):
         assert math.isclose(line["loss"], expected_line["loss"], rel_tol=1e-6), (line["split"], line["step"])
-        for name in {"supervised_slots_per_block", "learning_rate"} & expected_line.keys():
-            assert line[name] == pytest.approx(expected_line[name], rel=1e-12), (name, line["step"])
+        for metric in {"supervised_slots_per_block", "learning_rate"} & expected_line.keys():
+            assert line[metric] == pytest.approx(expected_line[metric], rel=1e-12), (metric, line["step"])
 
 
 @pytest.fixture(scope="module")

@@ -147,6 +147,13 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def last_logged_step(output: str | Path) -> int:
+    """Return the last step of a run's metrics file; 0 without one."""
+    path = Path(output) / METRICS_FILE
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return max((_step(line) for line in text.splitlines()), default=0)
+
+
 def read_metrics(output: str | Path, split: str) -> list[dict[str, Any]]:
     """Return the logged lines of `split`, in order.
 

@@ -54,6 +54,7 @@ from megatron_dspark.training.setup import (
     describe_data,
     find_draft_stage,
     forward_communicator,
+    refuse_lost_checkpoints,
     refuse_mask_in_data,
     refuse_without_anchors,
 )
@@ -128,6 +129,8 @@ def train(settings: TrainSettings, *, resume: bool = True) -> TrainReport:
     checkpoint = find_checkpoint(settings.output, settings.checkpoint.resume_from)
     if checkpoint is not None:
         check_resumable(settings, target, data, checkpoint, resume)
+    else:
+        refuse_lost_checkpoints(settings)
     warm_start = None
     if checkpoint is None and settings.warm_start is not None:
         warm_start = open_warm_start(settings.warm_start, config)
@@ -390,13 +393,18 @@ class _Run:
         tokens, places, timed_tokens = self._summed(window.tokens, window.places, window.timed_tokens)
         scaler = loss_scaler(self.optimizer)
         fp16 = {} if scaler is None else {"loss_scale": float(scaler.scale), "skipped_steps": window.skipped}
+        padding_share = 1 - tokens / places
+        if padding_share > 0.05 and not self.settings.packing and not self.metrics["train"]:
+            self.reporter.say(
+                f"{padding_share:.0%} of the micro-batches is padding; packing=true puts several conversations in a row"
+            )
         metrics = self.reduce(
             window.reports,
             grad_norm=math.nan if window.grad_norm is None else window.grad_norm,
             learning_rate=self.learning_rate,
             **fp16,
             tokens_per_second=timed_tokens / seconds,
-            padding_share=1 - tokens / places,
+            padding_share=padding_share,
         )
         # The largest of all ranks: the first one may be a stage without the draft.
         peak = torch.tensor(peak_memory_bytes(), dtype=torch.float64, device=platform.device())

@@ -153,7 +153,9 @@ class TrainSettings:
     block_attention: str = "prefix"
     """How the draft attends: "prefix" anywhere, "flex" (FlexAttention) on CUDA, "dense" for comparison."""
     feature_memory_gib: float = 0.0
-    """Memory of each rank for captured features, so that later epochs do not run the target again; 0 keeps none."""
+    """Memory of each rank for captured features, so that later epochs do not run the target again; 0 keeps none.
+
+    Above 0 the target runs over one sample at a time, as a feature cache's did, and with 0 over whole micro-batches."""
     features: str | None = None
     """Folder of a feature cache (megatron-dspark precompute): the target is not loaded, `target` and `data` are
     optional and only compared with the cache."""

@@ -24,9 +24,10 @@ from megatron_dspark.files import require_file, sha256
 from megatron_dspark.model.model import DSparkModel
 from megatron_dspark.objective.loss import FractionalDivisor
 from megatron_dspark.targets.folder import TargetConfig
-from megatron_dspark.training.checkpoint import Checkpoint
+from megatron_dspark.training.checkpoint import Checkpoint, checkpoints_folder
 from megatron_dspark.training.code_version import code_version
 from megatron_dspark.training.overrides import by_path
+from megatron_dspark.training.report import last_logged_step
 from megatron_dspark.training.settings import TrainSettings
 
 
@@ -210,6 +211,22 @@ def _refuse_other_data(settings: TrainSettings, before: dict[str, Any], now: dic
         f"{settings.output} was trained on {before['file']} and {found}; restore the data, choose another output, or "
         "accept the change with --allow data"
     )
+
+
+def refuse_lost_checkpoints(settings: TrainSettings) -> None:
+    """Refuse to start anew in a folder whose run has saved, and whose checkpoints are not there (a missing mount).
+
+    Raises:
+        DSparkError: the metrics go past the first save, and there is no folder of checkpoints.
+    """
+    folder, done = checkpoints_folder(settings.output), last_logged_step(settings.output)
+    # The first save makes the folder before the next step is logged.
+    if done > settings.save_interval and not folder.exists():
+        raise DSparkError(
+            f"{settings.output} has metrics of {done} steps, saved every {settings.save_interval}, and {folder} does "
+            "not exist: the run would start from nothing and its metrics be lost; restore that folder, or choose "
+            "another output"
+        )
 
 
 def check_resumable(
