@@ -5,7 +5,7 @@
 # make clean        remove .venv
 
 VENV ?= .venv
-MINUTES ?= 8
+MINUTES ?= 7
 OUTPUT ?= quickstart
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready

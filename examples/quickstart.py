@@ -46,7 +46,7 @@ def megatron_dspark(*arguments: Any, ranks: int = 1, threads: int = 1, aside: bo
 
 
 def main(
-    minutes: Annotated[float, typer.Option(help="About how long to take on two CPU cores, from 6 upwards.")] = 8,
+    minutes: Annotated[float, typer.Option(help="About how long to take on two CPU cores, from 6 upwards.")] = 7,
     output: Annotated[
         Path, typer.Option(help="Folder for everything; an interrupted quickstart goes on in it.")
     ] = Path("quickstart"),

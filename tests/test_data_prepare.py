@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,19 @@ def test_users_conversations_are_kept_or_answered_anew(target: Path, tmp_path: P
         assert all(record["finish_reason"] in ("stop", "length") for record in anew)
     report = json.loads((tmp_path / "kept/prepare.json").read_text())
     assert report["generation"] is None and report["options"]["prompts_sha256"]
+
+
+def test_any_decoder_s_conversations_are_kept_and_only_ours_are_answered(target: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(target, tmp_path / "mistral")
+    config = json.loads((other / "config.json").read_text())
+    config.update(architectures=["MistralForCausalLM"], model_type="mistral")
+    (other / "config.json").write_text(json.dumps(config))
+    mine = {"prompts": conversations(tmp_path / "mine.jsonl", 12), "train_samples": None}
+    with pytest.raises(DSparkError, match="is a MistralForCausalLM"):
+        prepare(options(other, tmp_path / "anew", **mine))
+    assert not (tmp_path / "anew").exists()
+    report = prepare(options(other, tmp_path / "kept", keep_responses=True, **mine))
+    assert report.content["target"]["architecture"] == "MistralForCausalLM"
 
 
 def test_split_depends_on_the_ids_not_on_the_order_of_lines(target: Path, tmp_path: Path) -> None:

@@ -126,7 +126,8 @@ def _of_target(path: Path) -> bool:
 
 def _check(sets: dict[str, list[Record]], generated: list[str], folder: Path) -> None:
     """Read the target's config and tokenizer and encode everything once, before anything is written."""
-    longest = read_target_config(folder).max_position_embeddings
+    # Only the target's own answers need a model that we run.
+    longest = read_target_config(folder, any_architecture=not generated).max_position_embeddings
     tokenizer = load_tokenizer(folder)
     for name, records in sets.items():
         for record in records:
@@ -153,7 +154,7 @@ def _fill_in(sets: dict[str, list[Record]], generated: list[str], responses: Pat
 def _write(sets: dict[str, list[Record]], folder: Path, output: Path) -> dict[str, dict[str, Any]]:
     """Check every conversation by encoding it, then write the files; returns what prepare.json says about each."""
     tokenizer = load_tokenizer(folder)
-    longest = read_target_config(folder).max_position_embeddings
+    longest = read_target_config(folder, any_architecture=True).max_position_embeddings
     facts = {}
     for name, records in sets.items():
         samples = [encode_messages(tokenizer, record, longest) for record in records]
@@ -172,7 +173,7 @@ def _write(sets: dict[str, list[Record]], folder: Path, output: Path) -> dict[st
 
 
 def _target_facts(options: PrepareOptions, folder: Path) -> dict[str, Any]:
-    config = read_target_config(folder)
+    config = read_target_config(folder, any_architecture=True)
     facts = {
         "folder": str(folder),
         "architecture": config.architecture,
