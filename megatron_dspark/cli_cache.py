@@ -40,7 +40,7 @@ def precompute(
     ] = None,
     source: Annotated[
         Literal["megatron-core", "hf"],
-        typer.Option(help='Who runs the target; "hf" for architectures that Megatron-Core has no mapping of.'),
+        typer.Option(help='Who runs the target; "hf" (transformers) for what Megatron-Core does not compute.'),
     ] = "megatron-core",
     tensor: Annotated[int, typer.Option(help="Tensor-parallel ranks of the target.")] = 1,
     pipeline: Annotated[int, typer.Option(help="Pipeline stages of the target.")] = 1,

@@ -176,11 +176,20 @@ class DSparkModelConfig(GPTModelConfig):
         Raises:
             DSparkError: one sentence naming the setting, both values and the way out.
         """
-        for rule in (_check_shape, _check_objective, _check_block_and_taps, _check_heads, _check_precision):
+        self.check_draft()
+        for rule in (_check_objective, _check_block_and_taps, _check_heads, _check_machine):
             rule(self)
         check_parallelism(self)
         if world_size is not None:
             check_ranks(self, world_size)
+
+    def check_draft(self) -> None:
+        """Refuse a draft that is no dense Qwen3-style model, on whatever machine it is trained.
+
+        Raises:
+            DSparkError: one sentence.
+        """
+        _check_shape(self)
 
     def objective_config(self) -> ObjectiveConfig:
         """Return what the loss needs of this config: the fields of the same names.
@@ -268,49 +277,51 @@ def _refuse_unknown(names: set[str], known: set[str], owner: str) -> None:
         raise DSparkError(f"{owner} has no setting {unknown[0]!r}; remove it or correct its spelling")
 
 
-# What Megatron-Core and Bridge offer and the draft is not: it does not read it, or no exported config could say it.
-_FIXED: dict[str, Any] = {
-    "fp16_lm_cross_entropy": False,
-    "restore_modelopt_state": False,
-    "rope_scaling": False,
-    "rotary_percent": 1.0,
-    "seq_len_interpolation_factor": None,
-    "share_embeddings_and_output_weights": False,
-    "transformer_layer_spec": None,
-}
-_FIXED_IN_TRANSFORMER: dict[str, Any] = {
+# What Megatron-Core and Bridge offer, and a draft is not.
+_UNSAYABLE: dict[str, Any] = {
     "activation_func_clamp_value": None,
     "add_bias_linear": False,
-    "apply_query_key_layer_scaling": False,
     "apply_residual_connection_post_layernorm": False,
     "attention_output_gate": False,
+    "gated_linear_unit": True,
+    "glu_linear_offset": 0.0,
+    "layernorm_zero_centered_gamma": False,
+    "normalization": "RMSNorm",
+    "num_moe_experts": None,
+    "qk_layernorm": True,
+    "rope_scaling": False,
+    "rotary_interleaved": False,
+    "rotary_percent": 1.0,
+    "seq_len_interpolation_factor": None,
+    "softmax_scale": None,
+    "softmax_type": "vanilla",
+    "window_size": None,
+}
+_UNREAD: dict[str, Any] = {
+    "apply_query_key_layer_scaling": False,
     "cpu_offloading": False,
     "cuda_graph_impl": "none",
+    "enable_cuda_graph": False,
     "experimental_attention_variant": None,
+    "external_cuda_graph": False,
     "fine_grained_activation_offloading": False,
+    "fp16_lm_cross_entropy": False,
     "fp32_residual_connection": False,
     "fp4": None,
     "fp8": None,
-    "gated_linear_unit": True,
-    "glu_linear_offset": 0.0,
     "heterogeneous_block_specs": False,
-    "layernorm_zero_centered_gamma": False,
     "linear_attention_freq": None,
     "mtp_num_layers": None,
     "multi_latent_attention": False,
     "no_rope_freq": None,
-    "normalization": "RMSNorm",
-    "num_moe_experts": None,
     "qk_clip": False,
     "qk_l2_norm": False,
-    "qk_layernorm": True,
     "quant_recipe": None,
-    "rotary_interleaved": False,
-    "softmax_scale": None,
-    "softmax_type": "vanilla",
+    "restore_modelopt_state": False,
+    "share_embeddings_and_output_weights": False,
+    "transformer_layer_spec": None,
     "use_mup": False,
     "window_attn_skip_freq": None,
-    "window_size": None,
 }
 
 
@@ -334,26 +345,23 @@ def _check_shape(config: DSparkModelConfig) -> None:
             f"num_attention_heads {transformer.num_attention_heads} is not a multiple of num_query_groups "
             f"{config.num_key_value_heads}; choose key/value heads that divide it"
         )
-    for owner, fixed in ((config, _FIXED), (transformer, _FIXED_IN_TRANSFORMER)):
-        for name, value in fixed.items():
-            if getattr(owner, name) != value:
-                raise DSparkError(
-                    f"the dense draft is a Qwen3-style model, which needs {name}={value!r}, and it is "
-                    f"{getattr(owner, name)!r}; leave it at its default"
-                )
-    for owner, name, choices in (
-        (config, "position_embedding_type", ("rope", GPTModelConfig.position_embedding_type)),
-        (transformer, "recompute_granularity", (None, "full")),
-        (transformer, "transformer_impl", ("local", "transformer_engine")),
+    for names, reason in (
+        (_UNSAYABLE, "which the exported config of a dense Qwen3-style draft cannot say"),
+        (_UNREAD, "which the draft does not read"),
     ):
-        if getattr(owner, name) not in choices:
-            raise DSparkError(
-                f"{name} is {getattr(owner, name)!r} and must be one of {', '.join(map(str, choices))}; leave it"
-            )
-    if transformer.transformer_impl == "transformer_engine" and not platform.has_transformer_engine():
+        for name, value in names.items():
+            found = getattr(config if name in _field_names(GPTModelConfig) else transformer, name)
+            if found != value:
+                raise DSparkError(f"{name} is {found!r}, {reason}; set it to {value!r}")
+    if config.position_embedding_type not in ("rope", GPTModelConfig.position_embedding_type):
         raise DSparkError(
-            "transformer_impl is 'transformer_engine', and Transformer Engine is not installed here; install it "
-            "(megatron-dspark[gpu]), or set transformer_impl to 'local'"
+            f"position_embedding_type is {config.position_embedding_type!r} and the draft's positions are rotary; set "
+            "it to 'rope'"
+        )
+    if transformer.recompute_granularity not in (None, "full"):
+        raise DSparkError(
+            f"recompute_granularity is {transformer.recompute_granularity!r} and the draft recomputes whole layers or "
+            "none; set it to 'full' or None"
         )
     for name in ("hidden_dropout", "attention_dropout"):
         if getattr(transformer, name):
@@ -441,6 +449,16 @@ def _check_objective(config: DSparkModelConfig) -> None:
     check_kernel(config.objective_kernel, platform.has_cuda())
 
 
-def _check_precision(config: DSparkModelConfig) -> None:
-    if config.transformer.fp16 and config.transformer.bf16:
+def _check_machine(config: DSparkModelConfig) -> None:
+    transformer = config.transformer
+    if transformer.fp16 and transformer.bf16:
         raise DSparkError("fp16 and bf16 are both set; choose one")
+    if transformer.transformer_impl not in ("local", "transformer_engine"):
+        raise DSparkError(
+            f"transformer_impl is {transformer.transformer_impl!r} and must be 'local' or 'transformer_engine'"
+        )
+    if transformer.transformer_impl == "transformer_engine" and not platform.has_transformer_engine():
+        raise DSparkError(
+            "transformer_impl is 'transformer_engine', and Transformer Engine is not installed here; install it "
+            "(megatron-dspark[gpu]), or set transformer_impl to 'local'"
+        )

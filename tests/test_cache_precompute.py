@@ -310,6 +310,15 @@ def test_other_architectures(data: Path, tmp_path: Path) -> None:
         precompute(PrecomputeOptions(**{**options, "target": capped, "output": tmp_path / "no"}, source="hf"))
 
 
+def wait_for_another_time(file: Path, before: int) -> None:
+    """Some file systems count time in ticks of the kernel's timer."""
+    for _ in range(1000):
+        file.write_bytes(b"")
+        if file.stat().st_ctime_ns > before:
+            return
+        time.sleep(0.001)
+
+
 def test_weights_fingerprint_reads_every_byte_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     tensors = load_file(TINY / "model" / "model.safetensors")
@@ -324,9 +333,7 @@ def test_weights_fingerprint_reads_every_byte_in_any_order(tmp_path: Path, monke
     for place in (len(content) // 2, len(content) - 1):
         content[place] ^= 1
         times = file.stat()
-        # Some file systems count time in ticks of the kernel's timer.
-        while (tmp_path / "tick").write_text("") == 0 and (tmp_path / "tick").stat().st_ctime_ns <= times.st_ctime_ns:
-            time.sleep(0.001)
+        wait_for_another_time(tmp_path / "tick", times.st_ctime_ns)
         file.write_bytes(content)
         # Restored times of change do not hide it: the inode's own is compared too.
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))

@@ -142,7 +142,9 @@ def test_a_run_whose_checkpoints_are_not_there_does_not_start_anew(finished: Pat
     settings = copy_of(finished, tmp_path)
     shutil.rmtree(checkpoints_folder(settings.output))
     metrics = (Path(settings.output) / "metrics.jsonl").read_bytes()
-    with pytest.raises(DSparkError, match=r"has metrics of 6 steps, saved every 2, and .*checkpoints does not exist"):
+    with pytest.raises(
+        DSparkError, match=r"has metrics of 6 steps and .*checkpoints does not exist: .* or remove metrics.jsonl"
+    ):
         train(settings)
     assert (Path(settings.output) / "metrics.jsonl").read_bytes() == metrics
 
@@ -238,10 +240,10 @@ def die_while_saving_6(run: Any, now: int) -> None:
 @pytest.mark.parametrize("fault", [die_at_5, freeze_at_5, die_while_saving_6])
 def test_a_lost_rank_ends_the_job_in_time(fault: Any, finished: Path, tmp_path: Path) -> None:
     # A rank that is gone ends the wait at once; one that is frozen, after the time.
-    minutes = 0.5 if fault is freeze_at_5 else 5
+    minutes = 0.5 if fault is freeze_at_5 else 10
     settings = resume_settings(tmp_path, steps=6, save_interval=2, micro_batch_size=2, timeout_minutes=minutes)
     job = Job(settings, ranks=2, hook=fault)
-    job.processes[0].join(420)
+    job.processes[0].join(240)
     codes = [process.exitcode for process in job.processes]
     job.kill()
     assert codes[0] == 2

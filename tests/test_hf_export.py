@@ -141,7 +141,7 @@ SPOILT = {
         "confidence_head.proj.bias and the draft has no parameter",
     ),
     "another shape": (spoil_shape, r"norm.weight has shape \[32\]"),
-    "partial rotary": (spoil_rotary, "needs rotary_percent=1.0, and it is 0.5"),
+    "partial rotary": (spoil_rotary, "rotary_percent is 0.5, which the exported config"),
 }
 
 

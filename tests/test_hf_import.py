@@ -295,9 +295,8 @@ def test_content_decides_and_not_the_architecture_s_name() -> None:
 def test_the_record_of_an_own_export_is_carried_over(tmp_path: Path) -> None:
     config = tiny_config()
     folder = write_folder(tmp_path / "in", config)
-    (folder / "dspark_export.json").write_text(json.dumps({"tau": 2.5, "data": {"sha256": "ab"}, "schema": "old"}))
+    own = {"tau": 2.5, "data": {"sha256": "ab"}, "trained_tables": ["lm_head.weight"]}
+    (folder / "dspark_export.json").write_text(json.dumps({**own, "schema": "old"}))
     import_draft(folder, tmp_path / "out", layout="speculators")
     record = json.loads((tmp_path / "out" / "dspark_export.json").read_text())
-    assert (
-        record["tau"] == 2.5 and record["data"] == {"sha256": "ab"} and record["schema"] == "megatron-dspark/export/1"
-    )
+    assert {key: record[key] for key in own} == own and record["schema"] == "megatron-dspark/export/1"

@@ -28,6 +28,7 @@ COMPUTED = {
     "narrow heads": ("qwen3", {"head_dim": 8}),
     "a window that no layer uses": ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 8}),
     "a window that is switched off": ("qwen3", {"use_sliding_window": False, "sliding_window": 8}),
+    "a Llama that names a window": ("llama", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}),
     "tied embeddings": ("qwen3", {"tie_word_embeddings": True}),
     "no tied embeddings": ("llama", {"tie_word_embeddings": False}),
 }
@@ -52,7 +53,7 @@ CONFIGS = {
     "attention bias": ("qwen3", {"attention_bias": True}, "attention_bias True"),
     "attention bias of a Llama": ("llama", {"attention_bias": True}, "attention_bias True"),
     "bias in the MLP": ("llama", {"mlp_bias": True}, "mlp_bias True"),
-    "another activation": ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    "another activation": ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu', and only 'silu' has been compared"),
     "sliding layers": (
         "qwen3",
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4},
@@ -92,6 +93,13 @@ EDITS: dict[str, tuple[Callable[[dict], object], str]] = {
         lambda config: config.update(layer_types=["full_attention", "sliding_attention"] * 4),
         "sliding_attention",
     ),
+    "sliding layers of the default width": (
+        lambda config: (
+            [config.pop(key) for key in ("sliding_window", "layer_types", "max_window_layers")],
+            config.update(use_sliding_window=True, max_window_layers=4),
+        ),
+        "sliding_attention",
+    ),
     "partial rotary": (lambda config: config.update(partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
     "RoPE scaling under its old name": (old_names, "type 'yarn'"),
 }
@@ -115,12 +123,14 @@ def test_tensors_that_are_missing_or_would_not_be_read_are_refused(tmp_path: Pat
     file = tmp_path / "model.safetensors"
     whole = load_file(file)
     save_file({**whole, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, file)
+    # What transformers does not open beside it.
+    save_file({"layers.0.attention.wq.weight": torch.ones(8)}, tmp_path / "consolidated.safetensors")
     check_computable(target)
     save_file({**whole, "model.layers.3.self_attn.q_proj.weight_scale_inv": torch.ones(1)}, file)
-    with pytest.raises(DSparkError, match=r"holds 1 tensors .*model.layers.3.self_attn.q_proj.weight_scale_inv"):
+    with pytest.raises(DSparkError, match=r"holds 1 tensors .*q_proj.weight_scale_inv; its features .* --source hf"):
         check_computable(target)
     save_file({name: tensor for name, tensor in whole.items() if ".5.mlp" not in name}, file)
-    with pytest.raises(DSparkError, match=r"lacks 3 of its tensors, for example model.layers.5.mlp.down_proj.weight"):
+    with pytest.raises(DSparkError, match=r"lacks 3 of its tensors, .*model.layers.5.mlp.down_proj.weight; download"):
         check_computable(target)
 
 
@@ -128,5 +138,22 @@ def test_a_download_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     save_target(tmp_path, "llama")
     weight_map = dict.fromkeys(load_file(tmp_path / "model.safetensors"), "model-00002-of-00002.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(DSparkError, match=r"has no file model-00002-of-00002.safetensors, which its .*index.json"):
+    with pytest.raises(
+        DSparkError, match=r"has no file model-00002-of-00002.safetensors, .*index.json names; download"
+    ):
         check_computable(read_target_config(tmp_path))
+
+
+def test_a_config_as_llama_2_has_it(tmp_path: Path) -> None:
+    """Without a rotary base, and with a scaling that says null."""
+    reference = save_target(tmp_path, "llama", tie_word_embeddings=False, num_key_value_heads=4)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in ("rope_parameters", "rope_theta", "head_dim", "attention_bias", "mlp_bias"):
+        config.pop(key, None)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_scaling": None, "pretraining_tp": 1}))
+    ids = torch.randint(0, 131, (1, 60), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = reference.model(ids).last_hidden_state
+    found = colocated(tmp_path).target.capture(ids).final_hidden.transpose(0, 1)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert read_target_config(tmp_path).rope_theta == 10000.0

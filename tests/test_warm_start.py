@@ -10,6 +10,7 @@ import torch
 
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.hf.from_checkpoint import export_checkpoint
+from megatron_dspark.targets.folder import read_target_config
 from megatron_dspark.training.report import read_metrics
 from megatron_dspark.training.run import train
 from megatron_dspark.training.settings import TrainSettings
@@ -118,6 +119,17 @@ def test_a_run_goes_on_from_a_checkpoint_where_the_other_ended(
         with pytest.raises(DSparkError, match=r"warm_start .*trained the embeddings .*draft\.train_embeddings=true"):
             train(tiny_settings(tmp_path / "third", steps=1, warm_start=tmp_path / "first"))
         assert not (tmp_path / "third").exists()
+
+
+def test_the_other_run_s_kernels_need_not_be_on_this_machine(tmp_path: Path) -> None:
+    train(tiny_settings(tmp_path / "first", steps=1, save_interval=1))
+    (file,) = (tmp_path / "first/checkpoints").glob("step-*/run.json")
+    content = json.loads(file.read_text())
+    content["model"]["transformer"]["transformer_impl"] = "transformer_engine"
+    file.write_text(json.dumps(content))
+    settings = tiny_settings(tmp_path / "second", steps=1)
+    config = settings.model_config(read_target_config(settings.target))
+    assert open_warm_start(str(tmp_path / "first"), config).step == 1
 
 
 def test_a_checkpoint_of_another_draft_or_target_is_refused(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ class PrepareOptions(GenerateSettings):
 
     Attributes:
         output: folder to write.
-        target: "smollm2" (converted into `<output>/target`) or a Hugging Face folder of a dense Llama or Qwen3.
+        target: "smollm2" (converted into `<output>/target`) or a Hugging Face folder of a dense Llama or Qwen3
+            (with `keep_responses`, of any decoder).
         prompts: "recipes", "general", or a JSONL file of prompts or of complete conversations.
         train_samples: conversations to train on; None is 400 of the built-in prompts, or all that a file has left.
         heldout_samples: conversations for validation and verification, disjoint from training.

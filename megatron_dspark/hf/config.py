@@ -133,10 +133,10 @@ def settings_from_model(model_config: "DSparkModelConfig", dtype: str = "bfloat1
     """The draft that a model configuration describes, for export in `dtype`.
 
     Raises:
-        DSparkError: see `DSparkModelConfig.validate`, which refuses what an exported config cannot say.
+        DSparkError: see `DSparkModelConfig.check_draft`, which refuses what an exported config cannot say.
     """
     transformer = model_config.transformer
-    model_config.validate()
+    model_config.check_draft()
     return DraftExportSettings(
         hidden_size=transformer.hidden_size,
         intermediate_size=transformer.ffn_hidden_size,

@@ -121,6 +121,8 @@ def import_draft(
     folder = Path(folder)
     config, tensors, conversion = open_draft(folder, target, dtype)
     record = _carried_record(folder)
+    if "trained_tables" in record:
+        record["trained_tables"] = [name for name in record["trained_tables"] if name not in tensors.from_target]
     record["imported"] = {
         "folder": folder.resolve().name,
         "layout": conversion.layout,
@@ -164,5 +166,5 @@ def _carried_record(folder: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     record = read_json(path, "the draft's record")
-    carried = (*RECORDED, "target")
+    carried = (*RECORDED, "target", "trained_tables")
     return {key: record[key] for key in carried if isinstance(record, Mapping) and record.get(key) is not None}

@@ -264,7 +264,7 @@ def _record(
 
 
 def _checked_provenance(provenance: Mapping[str, Any]) -> dict[str, Any]:
-    own = set(_record({"dtype": None}, {}, {})) - set(RECORDED)
+    own = {*_record({"dtype": None}, {}, {}), "trained_tables"} - set(RECORDED)
     if own & set(provenance):
         raise DSparkError(
             f"provenance sets {min(own & set(provenance))!r}, which the export writes itself; leave it out"

@@ -1,7 +1,8 @@
 """Which rules an exported draft breaks, and which serving engines will load it.
 
 The engines' constraints stand in `engine_compat.json`, read from the source of the named releases ("run": true marks
-the ones that were also executed). A rule here turns one of its keys into a sentence.
+the ones that were also executed). A rule here turns one of its keys into a sentence; `causal_must_be` holds for every
+draft of this layout and is among the rules of the config.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
-"""What Megatron-Core computes of a Llama or Qwen3 target; the rest is refused.
+"""What colocated capture computes of a Llama or Qwen3 target as transformers does; the rest is refused.
 
-Megatron-Bridge reads the config fields and tensors that its mapping names and passes over the others (biases, scales of
-quantised weights, most kinds of RoPE scaling) with a warning or without: features of a target that nobody serves.
+Megatron-Bridge reads the config fields and tensors that its mapping names. Of others (biases, scales of quantised
+weights, sliding windows, most kinds of RoPE scaling) it warns, says nothing, or builds a model that fails: features of
+a target that nobody serves.
 """
 
 import re
@@ -15,8 +16,8 @@ from megatron_dspark.targets.folder import EMBEDDING, LM_HEAD, TargetConfig, ten
 # What Megatron-Core's own implementation has as constants.
 _LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # Old checkpoints hold what is computed from the config; heads that predict further tokens do not change the target.
-_WITHOUT_EFFECT = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|mtp\..*")
-_INDEX = "model.safetensors.index.json"
+_WITHOUT_EFFECT = re.compile(r"(.*\.)?rotary_emb\.inv_freq|mtp\..*")
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def check_computable(target: TargetConfig) -> None:
@@ -25,9 +26,21 @@ def check_computable(target: TargetConfig) -> None:
     Raises:
         DSparkError: one sentence: the config's field, or the tensor that is missing or would not be used.
     """
-    for problem in (*_config_problems(target), *_tensor_problems(target)):
+    found = _tensors(target)
+    expected = set(_expected_tensors(target))
+    missing = sorted(expected - found)
+    if missing:
         raise DSparkError(
-            f"the target {target.folder} {problem}; its features can be computed by transformers: megatron-dspark "
+            f"the target {target.folder} lacks {len(missing)} of its tensors, for example {missing[0]}; download it "
+            "again"
+        )
+    unused = sorted(name for name in found - expected - {LM_HEAD} if not _WITHOUT_EFFECT.fullmatch(name))
+    problems = list(_config_problems(target))
+    if unused:
+        problems.append(f"holds {len(unused)} tensors that Megatron-Bridge would not read, for example {unused[0]}")
+    if problems:
+        raise DSparkError(
+            f"the target {target.folder} {problems[0]}; its features can be computed by transformers: megatron-dspark "
             "precompute --source hf, then train --features"
         )
 
@@ -41,8 +54,8 @@ def _config_problems(target: TargetConfig) -> Iterator[str]:
         if raw.get(field):
             yield f"has {field} {raw[field]}, and Megatron-Bridge reads no biases of a {target.architecture}"
     if raw.get("hidden_act", "silu") != "silu":
-        yield f"has hidden_act {raw['hidden_act']!r}, and Megatron-Core's {target.architecture} has 'silu'"
-    kinds = set(raw.get("layer_types") or _layer_types(raw)) - {"full_attention"}
+        yield f"has hidden_act {raw['hidden_act']!r}, and only 'silu' has been compared with transformers"
+    kinds = set(raw.get("layer_types") or (_layer_types(raw) if qwen else ())) - {"full_attention"}
     if kinds:
         yield f"has layers of {' and '.join(sorted(kinds))}, and Megatron-Core would attend in full"
     rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
@@ -51,7 +64,7 @@ def _config_problems(target: TargetConfig) -> Iterator[str]:
         yield f"has partial_rotary_factor {share}, and Megatron-Core would rotate whole heads"
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in (("default",) if qwen else ("default", "linear", "llama3")):
-        yield f"has RoPE scaling of type {kind!r}, which Megatron-Bridge does not read of a {target.architecture}"
+        yield f"has RoPE scaling of type {kind!r}, which colocated capture does not support for a {target.architecture}"
     elif kind == "llama3":
         for field, value in _LLAMA3_SCALING.items():
             if rope.get(field) != value:
@@ -60,28 +73,24 @@ def _config_problems(target: TargetConfig) -> Iterator[str]:
 
 def _layer_types(raw: dict[str, Any]) -> set[str]:
     """Kinds of layers where the config does not list them, as transformers makes them up for Qwen3."""
-    slides = raw.get("use_sliding_window") and raw.get("sliding_window") is not None
+    slides = raw.get("use_sliding_window") and raw.get("sliding_window", 4096) is not None
     return {"sliding_attention"} if slides and raw.get("max_window_layers", 28) < raw["num_hidden_layers"] else set()
 
 
-def _tensor_problems(target: TargetConfig) -> Iterator[str]:
+def _tensors(target: TargetConfig) -> set[str]:
+    """Names in the files that transformers opens."""
     index = target.folder / _INDEX
     if index.exists():
         weight_map = read_json(index, "the target's index of weight files")["weight_map"]
         for file in sorted(set(weight_map.values())):
             if not (target.folder / file).is_file():
-                yield f"has no file {file}, which its {_INDEX} names"
-                return
-        found = set(weight_map)
-    else:
-        found = {name for file in target.folder.glob("*.safetensors") for name in tensor_names(file)}
-    expected = set(_expected_tensors(target))
-    missing = sorted(expected - found)
-    if missing:
-        yield f"lacks {len(missing)} of its tensors, for example {missing[0]}"
-    unused = sorted(name for name in found - expected - {LM_HEAD} if not _WITHOUT_EFFECT.fullmatch(name))
-    if unused:
-        yield f"holds {len(unused)} tensors that Megatron-Bridge would not read, for example {unused[0]}"
+                raise DSparkError(
+                    f"the target {target.folder} has no file {file}, which its {_INDEX} names; download it again"
+                )
+        return set(weight_map)
+    single = target.folder / _SINGLE
+    files = [single] if single.exists() else target.folder.glob("*.safetensors")
+    return {name for file in files for name in tensor_names(file)}
 
 
 def _expected_tensors(target: TargetConfig) -> Iterator[str]:

@@ -74,7 +74,7 @@ def read_target_config(folder: str | Path, *, any_architecture: bool = False) ->
 
     Args:
         folder: a Hugging Face folder.
-        any_architecture: also take a decoder that Megatron-Core has no mapping of (its features come from
+        any_architecture: also take any other decoder (its features come from
             transformers); of a model of several parts, the config of the language model counts.
 
     Raises:
@@ -133,9 +133,8 @@ def _language_model_config(folder: Path) -> dict[str, Any]:
 
 def _rope_theta(raw: dict[str, Any]) -> float:
     theta = (raw.get("rope_parameters") or {}).get("rope_theta", raw.get("rope_theta"))
-    if theta is None:
-        raise KeyError("rope_theta")
-    return float(theta)
+    # Llama 2's config does not say it, and this is what transformers then takes for Llama and Qwen3.
+    return 10000.0 if theta is None else float(theta)
 
 
 def frozen_table_bytes(config: TargetConfig) -> int:

@@ -214,18 +214,17 @@ def _refuse_other_data(settings: TrainSettings, before: dict[str, Any], now: dic
 
 
 def refuse_lost_checkpoints(settings: TrainSettings) -> None:
-    """Refuse to start anew in a folder whose run has saved, and whose checkpoints are not there (a missing mount).
+    """Refuse to start anew in a folder whose run will have saved, and whose checkpoints are gone (a missing mount).
 
     Raises:
-        DSparkError: the metrics go past the first save, and there is no folder of checkpoints.
+        DSparkError: the metrics go past a first save, and there is no folder of checkpoints.
     """
     folder, done = checkpoints_folder(settings.output), last_logged_step(settings.output)
     # The first save makes the folder before the next step is logged.
     if done > settings.save_interval and not folder.exists():
         raise DSparkError(
-            f"{settings.output} has metrics of {done} steps, saved every {settings.save_interval}, and {folder} does "
-            "not exist: the run would start from nothing and its metrics be lost; restore that folder, or choose "
-            "another output"
+            f"{settings.output} has metrics of {done} steps and {folder} does not exist: the run would start from "
+            "nothing and lose them; restore that folder, choose another output, or remove metrics.jsonl to start anew"
         )
 
 

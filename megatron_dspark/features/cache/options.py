@@ -31,7 +31,7 @@ class PrecomputeOptions:
     compute_dtype: str | None = None
     """In what the target runs; None is FP32 for FP32 features and BF16 for the others."""
     source: str = "megatron-core"
-    """ "megatron-core", or "hf" for architectures that it has no mapping of."""
+    """ "megatron-core", or "hf" (transformers) for targets that it does not compute (`targets/computable.py`)."""
     tensor: int = 1
     """Tensor-parallel ranks of the target; data parallelism takes the ranks that are left."""
     pipeline: int = 1

@@ -391,9 +391,9 @@ def _name_of(folder: Path) -> tuple[str, str | None]:
 
 
 def _table_bytes(job: _Job) -> int:
-    if job.options.source != "hf":
-        return frozen_table_bytes(job.target)
-    # As the target runs: transformers has converted them, and its tensors may be called anything.
+    if stored := frozen_table_bytes(job.target):
+        return stored
+    # Tensors of other names: they are written as the target runs.
     tables = 1 if job.target.tie_word_embeddings else 2
     width = getattr(torch, str(job.options.compute_dtype)).itemsize
     return tables * job.target.vocab_size * job.target.hidden_size * width

@@ -54,7 +54,7 @@ def megatron_source(
 
 
 def transformers_source(folder: str | Path, taps: list[int], dtype: torch.dtype) -> tuple[Capture, dict[str, Tensor]]:
-    """Load a target with transformers, for architectures that Megatron-Core has no mapping of.
+    """Load a target with transformers, for what Megatron-Core does not compute.
 
     Returns:
         The capture, and the target's embedding and LM head [V, d].
