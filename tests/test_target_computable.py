@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.targets.computable import check_computable
 from megatron_dspark.targets.folder import read_target_config
+from megatron_dspark.training.run import train
 from tests.test_capture import colocated, save_target
+from tests.test_training import tiny_settings
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -78,6 +80,9 @@ def test_what_would_be_computed_differently_is_refused(case: str, tmp_path: Path
         check_computable(read_target_config(tmp_path))
     with pytest.raises(DSparkError, match=sentence):
         colocated(tmp_path)
+    with pytest.raises(DSparkError, match=sentence):
+        train(tiny_settings(tmp_path / "run", target=tmp_path))
+    assert not (tmp_path / "run").exists()
 
 
 def old_names(config: dict) -> None:

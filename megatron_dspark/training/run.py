@@ -28,6 +28,7 @@ from megatron_dspark.features.memory import FeatureMemory
 from megatron_dspark.files import finite
 from megatron_dspark.objective.metrics import reduce_report
 from megatron_dspark.parallel import process_groups
+from megatron_dspark.targets.computable import check_computable
 from megatron_dspark.targets.folder import TargetConfig, read_target_config
 from megatron_dspark.training.bigrams import start_from_bigrams
 from megatron_dspark.training.checkpoint import (
@@ -114,7 +115,11 @@ def train(settings: TrainSettings, *, resume: bool = True) -> TrainReport:
     interruption = Interruption(settings.time_limit_minutes)
     settings.validate()
     offline = open_features(settings) if settings.features else None
-    target = offline.target if offline else read_target_config(settings.target)
+    if offline:
+        target = offline.target
+    else:
+        target = read_target_config(settings.target)
+        check_computable(target)
     config = settings.model_config(target)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     config.validate(world_size)

@@ -11,7 +11,6 @@ from megatron_dspark.config import DSparkModelConfig, default_target_layer_ids, 
 from megatron_dspark.data.sampler import AnchorRule
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.parallel_rules import check_run, check_target_split
-from megatron_dspark.targets.computable import check_computable
 from megatron_dspark.targets.folder import TargetConfig
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -339,7 +338,6 @@ class TrainSettings:
                 f"(below {target.vocab_size})"
             )
         if not self.features:
-            check_computable(target)
             check_target_split(target, self.parallel.tensor)
         dtype = PRECISIONS[self.precision]
         config = DSparkModelConfig(
