@@ -324,7 +324,8 @@ _UNREAD: dict[str, Any] = {
 
 def _check_shape(config: DSparkModelConfig) -> None:
     transformer = config.transformer
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"):
+    optional = [name for name in ("num_query_groups", "kv_channels") if getattr(transformer, name) is not None]
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", *optional):
         value = getattr(transformer, name)
         if not isinstance(value, int) or value < 1:
             raise DSparkError(f"{name} of the draft must be a positive whole number, and it is {value!r}")

@@ -134,6 +134,24 @@ def require_folder(path: str | Path, what: str, remedy: str) -> None:
         raise DSparkError(f"{what} {path} {'is no folder' if path.exists() else 'does not exist'}; {remedy}")
 
 
+def existing(folder: Path) -> Path:
+    """Return the folder, or the nearest one above it that exists."""
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def require_writable(folder: str | Path, what: str) -> None:
+    """Refuse a folder in which nothing can be written, or that cannot be made; see `require_file`."""
+    place = existing(Path(folder))
+    if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
+        return
+    reason = "its file system is mounted read-only" if os.statvfs(place).f_flag & os.ST_RDONLY else "permission denied"
+    reason = reason if place.is_dir() else "it is no folder"
+    raise DSparkError(f"{what} {folder} cannot be written: {place} refuses that ({reason}); choose another output")
+
+
 def finite(value: Any) -> Any:
     """`value` with None for every NaN and infinity in it, for which JSON has no other word."""
     if isinstance(value, float):

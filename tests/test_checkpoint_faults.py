@@ -139,14 +139,32 @@ def test_nothing_is_run_that_a_checkpoint_brings_along(place: str, finished: Pat
 
 
 def test_a_run_whose_checkpoints_are_not_there_does_not_start_anew(finished: Path, tmp_path: Path) -> None:
+    """Not mounted: there is an empty folder, or none."""
     settings = copy_of(finished, tmp_path)
-    shutil.rmtree(checkpoints_folder(settings.output))
-    metrics = (Path(settings.output) / "metrics.jsonl").read_bytes()
-    with pytest.raises(
-        DSparkError, match=r"has metrics of 6 steps and .*checkpoints does not exist: .* or remove metrics.jsonl"
-    ):
+    folder, metrics = checkpoints_folder(settings.output), Path(settings.output) / "metrics.jsonl"
+    before = metrics.read_bytes()
+    shutil.rmtree(folder)
+    with pytest.raises(DSparkError, match=r"has metrics of 6 steps and .*checkpoints does not exist: .* metrics.jsonl"):
         train(settings)
-    assert (Path(settings.output) / "metrics.jsonl").read_bytes() == metrics
+    folder.mkdir()
+    with pytest.raises(DSparkError, match=r"has metrics of 6 steps and .*checkpoints holds nothing"):
+        train(settings)
+    assert metrics.read_bytes() == before
+    metrics.unlink()
+    assert train(settings).steps == 7
+
+
+def test_a_folder_that_holds_something_else_is_not_written_to(tmp_path: Path) -> None:
+    settings = resume_settings(tmp_path)
+    for name, what in (("manifest.json", "a feature cache"), ("config.json", "a model"), ("prepare.json", "prepared")):
+        settings.output = str(tmp_path / name / "out")
+        (tmp_path / name / "out").mkdir(parents=True)
+        (tmp_path / name / "out" / name).write_text("{}")
+        with pytest.raises(DSparkError, match=f"out holds {what}.*choose another output"):
+            train(settings)
+    settings.output = str(tmp_path / "prepare.json/out/prepare.json")
+    with pytest.raises(DSparkError, match=r"the run .*prepare.json cannot be written: .* \(it is no folder\)"):
+        train(settings)
 
 
 def full_disk(*_: Any, **__: Any) -> None:

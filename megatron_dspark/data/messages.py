@@ -91,8 +91,10 @@ def parse_line(line: bytes, where: str, number: int = 0) -> Record:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise DSparkError(f"{where} is not valid JSON ({error}); write one object on each line") from None
-    record = check_record(value, where)
+    except (RecursionError, ValueError) as error:
+        raise DSparkError(f"{where} is JSON that cannot be read ({error}); write one object of messages") from None
     _refuse_half_characters(value, where)
+    record = check_record(value, where)
     record.line = number
     return record
 
@@ -134,7 +136,8 @@ def check_record(value: Any, where: str) -> Record:
             raise DSparkError(f"{where}: {key} is {value[key]!r}, expected one of {', '.join(allowed)}")
     for key, kind in (("id", str), ("domain", str), ("template_options", dict)):
         if key in value and (not isinstance(value[key], kind) or (key == "id" and not value[key])):
-            raise DSparkError(f"{where}: {key} is {value[key]!r}, expected a {kind.__name__}")
+            wanted = {"id": "text that is not empty", "domain": "text", "template_options": "an object"}[key]
+            raise DSparkError(f"{where}: {key} is {value[key]!r}, expected {wanted}")
     record = Record(value)
     if "id" not in record:
         text = json.dumps(messages, sort_keys=True, ensure_ascii=False)

@@ -144,7 +144,8 @@ def _check_kind(config: dict[str, Any], where: str) -> None:
     architectures = _required(config, "architectures", where)
     if architectures != ["Qwen3DSparkModel"]:
         raise DSparkError(
-            f"{where}: architectures is {architectures!r}; the verifier loads ['Qwen3DSparkModel'], the DeepSpec layout"
+            f"{where}: architectures is {architectures!r}; the verifier loads ['Qwen3DSparkModel'], the DeepSpec "
+            "layout, to which megatron-dspark import converts others"
         )
     activation = _required(config, "hidden_act", where)
     if activation != "silu":

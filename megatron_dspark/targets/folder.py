@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_dspark.errors import DSparkError
@@ -87,7 +87,9 @@ def read_target_config(folder: str | Path, *, any_architecture: bool = False) ->
     architecture = (raw.get("architectures") or ["(none)"])[0]
     if architecture not in SUPPORTED_ARCHITECTURES and not any_architecture:
         raise DSparkError(
-            f"the target at {folder} is a {architecture}; targets can be {' or '.join(SUPPORTED_ARCHITECTURES)}"
+            f"the target at {folder} is a {architecture} and has to be a {' or '.join(SUPPORTED_ARCHITECTURES)} here; "
+            "of others, precompute --source hf captures features for train --features, from conversations that "
+            "prepare --keep-responses takes"
         )
     if not list(folder.glob("*.safetensors")):
         raise DSparkError(f"the target folder {folder} holds no *.safetensors file; save its weights as safetensors")
@@ -174,8 +176,11 @@ def read_frozen_tables(config: TargetConfig) -> dict[str, Tensor]:
 
 def tensor_names(file: Path) -> list[str]:
     """Return the names of the tensors in a safetensors file; no weight is read."""
-    with safe_open(file, framework="pt") as tensors:
-        return list(tensors.keys())
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return list(tensors.keys())
+    except SafetensorError as error:
+        raise DSparkError(f"{file} is not a whole safetensors file ({error}); copy the target again") from None
 
 
 def copy_rows(destination: Tensor, table: Tensor, rank: int) -> None:

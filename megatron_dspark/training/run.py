@@ -51,6 +51,7 @@ from megatron_dspark.training.settings import TrainSettings
 from megatron_dspark.training.setup import (
     agreed_by_ranks,
     build_training,
+    check_output,
     check_resumable,
     describe_data,
     find_draft_stage,
@@ -131,6 +132,7 @@ def train(settings: TrainSettings, *, resume: bool = True) -> TrainReport:
         samples = load_samples(settings.data, target.folder, settings.max_length)
         held_out = load_samples(settings.validation, target.folder, settings.max_length) if settings.validation else []
         data["samples"] = samples.fingerprint
+    check_output(settings.output)
     checkpoint = find_checkpoint(settings.output, settings.checkpoint.resume_from)
     if checkpoint is not None:
         check_resumable(settings, target, data, checkpoint, resume)

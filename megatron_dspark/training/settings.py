@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -228,6 +229,9 @@ class TrainSettings:
                 raise DSparkError(f"{name} must be at least 1, and it is {getattr(self, name)}")
         if self.max_length < 2:
             raise DSparkError(f"max_length must be at least 2 tokens, and it is {self.max_length}")
+        for name, value in _floats(self):
+            if not math.isfinite(value):
+                raise DSparkError(f"{name} is {value} and has to be a finite number")
         self._validate_checkpoints()
         if self.feature_memory_gib < 0:
             raise DSparkError(f"feature_memory_gib must not be negative, and it is {self.feature_memory_gib}")
@@ -396,3 +400,13 @@ class TrainSettings:
         )
         config.validate()
         return config
+
+
+def _floats(settings: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """(name, value) of every setting that is a float, by the names that `override` takes."""
+    for item in dataclasses.fields(settings):
+        value = getattr(settings, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from _floats(value, f"{prefix}{item.name}.")
+        elif isinstance(value, float):
+            yield f"{prefix}{item.name}", value

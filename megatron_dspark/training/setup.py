@@ -20,7 +20,7 @@ from megatron_dspark.data.chat import ChatSample
 from megatron_dspark.data.sampler import AnchorRule
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.features.pipeline import ForwardCommunicator
-from megatron_dspark.files import require_file, sha256
+from megatron_dspark.files import require_file, require_writable, sha256
 from megatron_dspark.model.model import DSparkModel
 from megatron_dspark.objective.loss import FractionalDivisor
 from megatron_dspark.targets.folder import TargetConfig
@@ -213,18 +213,35 @@ def _refuse_other_data(settings: TrainSettings, before: dict[str, Any], now: dic
     )
 
 
+# What other verbs leave in their folders.
+_OTHERS = {"manifest.json": "a feature cache", "prepare.json": "prepared data", "config.json": "a model"}
+
+
+def check_output(output: str | Path) -> None:
+    """Refuse a folder that cannot be written, or that holds something that a run's files would spoil.
+
+    Raises:
+        DSparkError: one sentence.
+    """
+    require_writable(output, "the run")
+    for name, what in _OTHERS.items():
+        if (Path(output) / name).exists():
+            raise DSparkError(f"{output} holds {what} ({name}) and a run would write into it; choose another output")
+
+
 def refuse_lost_checkpoints(settings: TrainSettings) -> None:
     """Refuse to start anew in a folder whose run will have saved, and whose checkpoints are gone (a missing mount).
 
     Raises:
-        DSparkError: the metrics go past a first save, and there is no folder of checkpoints.
+        DSparkError: the metrics go past a first save, and there is no folder of checkpoints, or it is empty.
     """
     folder, done = checkpoints_folder(settings.output), last_logged_step(settings.output)
-    # The first save makes the folder before the next step is logged.
-    if done > settings.save_interval and not folder.exists():
+    # The first save begins a folder in it before the next step is logged, and whatever is killed leaves one there.
+    if done > settings.save_interval and not (folder.exists() and any(folder.iterdir())):
         raise DSparkError(
-            f"{settings.output} has metrics of {done} steps and {folder} does not exist: the run would start from "
-            "nothing and lose them; restore that folder, choose another output, or remove metrics.jsonl to start anew"
+            f"{settings.output} has metrics of {done} steps and {folder} "
+            f"{'holds nothing' if folder.exists() else 'does not exist'}: the run would start from nothing and lose "
+            "them; restore that folder, choose another output, or remove metrics.jsonl to start anew"
         )
 
 

@@ -41,7 +41,7 @@ from megatron_dspark.features.cache.schema import (
 from megatron_dspark.features.cache.shard import GatheredShard, StoredSample
 from megatron_dspark.features.cache.source import Capture, megatron_source, transformers_source
 from megatron_dspark.features.cache.writer import CacheWriter, WriterBehind
-from megatron_dspark.files import atomic_file, require_file, save_tensors
+from megatron_dspark.files import atomic_file, existing, require_file, require_writable, save_tensors
 from megatron_dspark.parallel_rules import check_target_split
 from megatron_dspark.targets.computable import check_computable
 from megatron_dspark.targets.fingerprint import (
@@ -163,7 +163,7 @@ def precompute(options: PrecomputeOptions) -> PrecomputeReport:
             writer.tidy()
         made = read_manifest(options.output)
         return job.report("already complete", free, sum(part.bytes for part in (*made.shards, *made.files)))
-    _refuse_unwritable(options.output)
+    require_writable(options.output, "the cache")
     present = writer.present_bytes()
     if total - present > free:
         raise DSparkError(
@@ -399,22 +399,5 @@ def _table_bytes(job: _Job) -> int:
     return tables * job.target.vocab_size * job.target.hidden_size * width
 
 
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above that exists."""
-    folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return folder
-
-
-def _refuse_unwritable(folder: Path) -> None:
-    place = _existing(folder)
-    if place.is_dir() and os.access(place, os.W_OK | os.X_OK):
-        return
-    reason = "its file system is mounted read-only" if os.statvfs(place).f_flag & os.ST_RDONLY else "permission denied"
-    reason = reason if place.is_dir() else "it is no folder"
-    raise DSparkError(f"the cache {folder} cannot be written: {place} refuses that ({reason}); choose another output")
-
-
 def _free_bytes(folder: Path) -> int:
-    return shutil.disk_usage(_existing(folder)).free
+    return shutil.disk_usage(existing(folder)).free

@@ -148,8 +148,9 @@ def _chosen(cache: FeatureCache, first: int | None, ids: str | Path | None) -> l
     if ids is not None:
         try:
             wanted = {line for line in Path(ids).read_text(encoding="utf-8").splitlines() if line.strip()}
-        except OSError as error:
-            raise DSparkError(f"the identifiers at {ids} cannot be read ({error.strerror})") from None
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
+            raise DSparkError(f"the identifiers at {ids} cannot be read ({reason})") from None
         unknown = sorted(wanted - set(cache.sample_ids))
         if unknown:
             raise DSparkError(f"{cache.folder} has no sample {unknown[0]!r}, which {ids} names; correct the file")

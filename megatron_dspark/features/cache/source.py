@@ -60,15 +60,22 @@ def transformers_source(folder: str | Path, taps: list[int], dtype: torch.dtype)
         The capture, and the target's embedding and LM head [V, d].
 
     Raises:
-        DSparkError: tensors are missing, the decoder layers cannot be found, or the target's logits are more than its
-            LM head times its last hidden state (a soft cap, a scale), which is all that a draft's teacher can be given.
+        DSparkError: transformers cannot load it, tensors are missing, the decoder layers cannot be found, or the
+            target's logits are more than its LM head times its last hidden state (a soft cap, a scale), which is all
+            that a draft's teacher can be given.
     """
     from transformers import AutoModelForCausalLM
 
     platform.prepare()
-    model, found = AutoModelForCausalLM.from_pretrained(
-        str(folder), dtype=dtype, local_files_only=True, output_loading_info=True
-    )
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # transformers raises many kinds, and asks for packages in some
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise DSparkError(
+            f"transformers cannot load the target {folder} ({reason:.300}); mend that, or name another folder of it"
+        ) from error
     # transformers fills what it does not find with random numbers and only warns.
     if absent := sorted(found["missing_keys"]):
         raise DSparkError(f"the target {folder} lacks {len(absent)} of its tensors, for example {absent[0]}")

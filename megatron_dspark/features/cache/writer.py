@@ -59,7 +59,7 @@ class CacheWriter:
             field, wanted, there = difference
             raise DSparkError(
                 f"the feature cache {folder} was {word} with {field} {there!r} and is now to have {wanted!r}; restore "
-                "that, or choose another folder"
+                "that, choose another folder, or remove this one"
             )
         if found.complete and [entry.samples for entry in found.shards] != self._samples_by_shard():
             raise DSparkError(
