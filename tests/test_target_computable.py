@@ -122,6 +122,15 @@ def test_config_files_that_say_so_are_refused(case: str, tmp_path: Path) -> None
         check_computable(read_target_config(tmp_path))
 
 
+def test_packed_weights_are_quantised_and_not_missing(tmp_path: Path) -> None:
+    save_target(tmp_path, "llama")
+    file, config = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+    save_file({name.replace("_proj.weight", "_proj.qweight"): value for name, value in load_file(file).items()}, file)
+    with pytest.raises(DSparkError, match=r"has quantised weights \(quantization_config, gptq\)"):
+        check_computable(read_target_config(tmp_path))
+
+
 def test_tensors_that_are_missing_or_would_not_be_read_are_refused(tmp_path: Path) -> None:
     save_target(tmp_path, "llama")
     target = read_target_config(tmp_path)

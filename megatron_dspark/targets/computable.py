@@ -7,7 +7,7 @@ a target that nobody serves.
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_dspark.errors import DSparkError
 from megatron_dspark.files import read_json
@@ -26,8 +26,9 @@ def check_computable(target: TargetConfig) -> None:
     Raises:
         DSparkError: one sentence: the config's field, or the tensor that is missing or would not be used.
     """
-    found = _tensors(target)
-    expected = set(_expected_tensors(target))
+    for problem in _config_problems(target):
+        _refuse(target, problem)
+    found, expected = _tensors(target), set(_expected_tensors(target))
     missing = sorted(expected - found)
     if missing:
         raise DSparkError(
@@ -35,14 +36,15 @@ def check_computable(target: TargetConfig) -> None:
             "again"
         )
     unused = sorted(name for name in found - expected - {LM_HEAD} if not _WITHOUT_EFFECT.fullmatch(name))
-    problems = list(_config_problems(target))
     if unused:
-        problems.append(f"holds {len(unused)} tensors that Megatron-Bridge would not read, for example {unused[0]}")
-    if problems:
-        raise DSparkError(
-            f"the target {target.folder} {problems[0]}; its features can be computed by transformers: megatron-dspark "
-            "precompute --source hf, then train --features"
-        )
+        _refuse(target, f"holds {len(unused)} tensors that Megatron-Bridge would not read, for example {unused[0]}")
+
+
+def _refuse(target: TargetConfig, problem: str) -> NoReturn:
+    raise DSparkError(
+        f"the target {target.folder} {problem}; its features can be computed by transformers: megatron-dspark "
+        "precompute --source hf, then train --features"
+    )
 
 
 def _config_problems(target: TargetConfig) -> Iterator[str]:
