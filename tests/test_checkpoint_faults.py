@@ -96,6 +96,8 @@ def test_an_unreadable_pointer_is_refused(finished: Path, tmp_path: Path) -> Non
         (folder / "latest.json").write_bytes(content)
         with pytest.raises(DSparkError, match=r"latest.json.*; step 6 is the newest whole one, resume from it with"):
             find_checkpoint(settings.output)
+        # The way out that the sentence names.
+        assert find_checkpoint(settings.output, 6).step == 6
     shutil.rmtree(folder / "step-0000006")
     (folder / "latest.json").write_text('{"step": 6}')
     with pytest.raises(DSparkError, match=r"is of step 6 and is gone; step 4 is the newest whole one"):

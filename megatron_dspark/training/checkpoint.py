@@ -135,34 +135,40 @@ def find_checkpoint(path: str | Path, step: int | None = None) -> Checkpoint | N
     if _STEP_FOLDER.fullmatch(path.name):
         return _open(path)
     folder = path if path.name == "checkpoints" else checkpoints_folder(path)
+    if step is not None:
+        found = published(folder)
+        if step not in found:
+            there = f"it has {', '.join(map(str, found))}" if found else "it has none at all"
+            raise DSparkError(f"{folder} has no checkpoint of step {step}; {there}")
+        return _open_in(folder, found[step])
+    # The pointer before the folders: a job that is running publishes a folder first, then points at it.
+    newest = _pointed_at(folder)
     while True:
-        before = _pointed_at(folder)
         try:
-            return _find(folder, step)
+            return _open_newest(folder, newest)
         except DSparkError:
-            # A running job may have published another one, and removed this one, while it was read.
-            if step is not None or _pointed_at(folder) == before:
+            # It may have published another one meanwhile, and removed the one that was read.
+            before, newest = newest, _pointed_at(folder)
+            if newest == before:
                 raise
 
 
-def _find(folder: Path, step: int | None) -> Checkpoint | None:
-    # The pointer before the folders: a job that is running publishes a folder first, then points at it.
-    newest = _pointed_at(folder) if step is None else None
+def _open_newest(folder: Path, newest: int | None) -> Checkpoint | None:
     found = published(folder)
-    if step is not None and step not in found:
-        there = f"it has {', '.join(map(str, found))}" if found else "it has none at all"
-        raise DSparkError(f"{folder} has no checkpoint of step {step}; {there}")
-    if step is None and newest is None:
+    if newest is None:
         if not found:
             return None
         newest = max(found)
-    wanted = newest if step is None else step
-    if wanted not in found:
-        raise DSparkError(f"the newest checkpoint of {folder} is of step {wanted} and is gone{newest_whole(folder)}")
+    if newest not in found:
+        raise DSparkError(f"the newest checkpoint of {folder} is of step {newest} and is gone{newest_whole(folder)}")
+    return _open_in(folder, found[newest])
+
+
+def _open_in(folder: Path, path: Path) -> Checkpoint:
     try:
-        return _open(found[wanted])
+        return _open(path)
     except DSparkError as error:
-        raise DSparkError(f"{error}{newest_whole(folder, found[wanted])}") from None
+        raise DSparkError(f"{error}{newest_whole(folder, path)}") from None
 
 
 def _pointed_at(folder: Path) -> int | None:
