@@ -91,9 +91,9 @@ class DSparkModelBuilder(GPTModelBuilder):
         if config.target_path is not None:
             target_config = read_target_config(config.target_path)
             check_against_target(config, target_config)
-            check_computable(target_config)
             check_target_split(target_config, config.transformer.tensor_model_parallel_size)
             if self._targets is None:
+                check_computable(target_config)
                 # Megatron-Bridge loads all stages of a rank together.
                 self._targets = load_target(
                     config.target_path, config.target_layer_ids, config.transformer, pg_collection

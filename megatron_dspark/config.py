@@ -343,12 +343,13 @@ def _check_shape(config: DSparkModelConfig) -> None:
             f"num_attention_heads {transformer.num_attention_heads} is not a multiple of num_query_groups "
             f"{config.num_key_value_heads}; choose key/value heads that divide it"
         )
+    of_model = _field_names(GPTModelConfig)
     for names, reason in (
         (_UNSAYABLE, "which the exported config of a dense Qwen3-style draft cannot say"),
         (_UNREAD, "which the draft does not read"),
     ):
         for name, value in names.items():
-            found = getattr(config if name in _field_names(GPTModelConfig) else transformer, name)
+            found = getattr(config if name in of_model else transformer, name)
             if found != value:
                 raise DSparkError(f"{name} is {found!r}, {reason}; set it to {value!r}")
     if config.position_embedding_type not in ("rope", GPTModelConfig.position_embedding_type):

@@ -23,8 +23,8 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
     """Yield a path of the same name in a temporary folder beside `path`; on success flush and rename it over `path`.
 
     A reader sees the old file or the complete new one. When the body raises, the temporary folder is removed and
-    `path` is left as it was. A folder, because some libraries write a temporary file of their own (safetensors:
-    `.tmpXXXXXX`) beside the one that they are given: it is found and removed with the rest after a kill.
+    `path` is left as it was. A folder, because some libraries (safetensors) write a temporary file of their own
+    beside the one that they are given: it is found and removed with the rest after a kill.
     """
     path = Path(path)
     folder = _temporary(path)

@@ -4,7 +4,7 @@ import contextlib
 import gc
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -86,9 +86,7 @@ def process_groups(
         if ours:
             torch.distributed.destroy_process_group()
         else:
-            # Megatron-Core forgets its groups without ending them, and each keeps threads and connections.
-            for group in [group for group in _groups() if group not in known]:
-                torch.distributed.destroy_process_group(group)
+            end_groups(known)
 
 
 def _refuse_disagreement(agreed: dict[str, Any]) -> None:
@@ -102,6 +100,12 @@ def _refuse_disagreement(agreed: dict[str, Any]) -> None:
                     f"{name} is {every[0].get(name)!r} on rank 0 and {theirs.get(name)!r} on rank {rank}; start every "
                     "rank of a job with the same command and the same files"
                 )
+
+
+def end_groups(kept: Collection[torch.distributed.ProcessGroup]) -> None:
+    """End every group but `kept`: Megatron-Core forgets its own without, and each keeps threads and connections."""
+    for group in [group for group in _groups() if group not in kept]:
+        torch.distributed.destroy_process_group(group)
 
 
 def _groups() -> list[torch.distributed.ProcessGroup]:

@@ -16,6 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: 
 
 from megatron_dspark.config import DSparkModelConfig, draft_transformer_config  # noqa: E402
 from megatron_dspark.model.draft import DSparkDraft  # noqa: E402
+from megatron_dspark.parallel import end_groups  # noqa: E402
 
 GOLDEN = Path(__file__).parent / "fixtures" / "golden"
 
@@ -27,10 +28,7 @@ def process_groups(tensor_parallel_size: int = 1, seed: int = 1234) -> ProcessGr
     initialised = parallel_state.model_parallel_is_initialized()
     if initialised and parallel_state.get_tensor_model_parallel_world_size() != tensor_parallel_size:
         parallel_state.destroy_model_parallel()
-        # Megatron-Core forgets its groups without ending them, and each keeps threads and connections.
-        for group in list(torch.distributed.distributed_c10d._world.pg_map):
-            if group is not torch.distributed.group.WORLD:
-                torch.distributed.destroy_process_group(group)
+        end_groups({torch.distributed.group.WORLD})
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel_size)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -141,11 +141,10 @@ def _rope_theta(raw: dict[str, Any]) -> float:
 
 def frozen_table_bytes(config: TargetConfig) -> int:
     """Return the bytes of the target's embedding and LM head as its files hold them; no weight is read."""
-    wanted = {EMBEDDING, *([] if config.tie_word_embeddings else [LM_HEAD])}
-    total = 0
-    for file in config.folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            for name in wanted & set(tensors.keys()):
+    files, total = _files_of_tensors(config.folder), 0
+    for name in (EMBEDDING, *([] if config.tie_word_embeddings else [LM_HEAD])):
+        if name in files:
+            with safe_open(files[name], framework="pt") as tensors:
                 # Of no rows, for its type alone.
                 total += config.vocab_size * config.hidden_size * tensors.get_slice(name)[:0].element_size()
     return total
@@ -157,7 +156,7 @@ def read_frozen_tables(config: TargetConfig) -> dict[str, Tensor]:
     Raises:
         DSparkError: a tensor is missing or has another shape than the config says.
     """
-    files = {name: file for file in sorted(config.folder.glob("*.safetensors")) for name in tensor_names(file)}
+    files = _files_of_tensors(config.folder)
     tables = {}
     for ours, theirs in (("embed_tokens", EMBEDDING), ("lm_head", LM_HEAD)):
         name = EMBEDDING if config.tie_word_embeddings else theirs
@@ -172,6 +171,10 @@ def read_frozen_tables(config: TargetConfig) -> dict[str, Tensor]:
             )
         tables[ours] = table
     return tables
+
+
+def _files_of_tensors(folder: Path) -> dict[str, Path]:
+    return {name: file for file in sorted(folder.glob("*.safetensors")) for name in tensor_names(file)}
 
 
 def tensor_names(file: Path) -> list[str]:
